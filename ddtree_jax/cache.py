@@ -1,0 +1,41 @@
+"""Caches: a tree of arrays [B, S, ...] a model, to which rows [B, T, ...] are appended behind each sequence's length.
+
+What lies past a sequence's length is undefined, and no model reads it.
+
+::
+
+    slot      0   1   2   3   4   5   6   7        length_B = [3, 5], T = 2, count_B = [2, 1]
+    seq 0     x   x   x   r   r   .   .   .        r: a row appended here
+    seq 1     x   x   x   x   x   r   .   .        the second row of sequence 1 is past its count: not written
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+Cache = Any
+"""A tree of arrays [B, S, ...]; the matching tree of rows has [B, T, ...]."""
+
+
+def append(cache: Cache, rows: Cache, length_B: Int32[Array, "B"], count_B: Int32[Array, "B"]) -> Cache:
+    """Writes the first ``count_B`` rows of each sequence at slots ``length_B``, ``length_B + 1``, ..."""
+
+    def write(slots: Array, new: Array) -> Array:
+        batch, num_rows = new.shape[:2]
+        offset_BT = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32), (batch, num_rows))
+        slot_BT = jnp.where(offset_BT < count_B[:, None], length_B[:, None] + offset_BT, slots.shape[1])
+        return slots.at[jnp.arange(batch)[:, None], slot_BT].set(new.astype(slots.dtype), mode="drop")
+
+    return jax.tree.map(write, cache, rows)
+
+
+def take_rows(rows: Cache, index_BT: Int32[Array, "B T"]) -> Cache:
+    """Rows ``index_BT`` of each sequence."""
+
+    def take(new: Array) -> Array:
+        index = index_BT.reshape(index_BT.shape + (1,) * (new.ndim - 2))
+        return jnp.take_along_axis(new, index, axis=1)
+
+    return jax.tree.map(take, rows)

@@ -1,0 +1,323 @@
+"""The decoding loop: draft, expand, verify, accept, commit, as one jitted ``while_loop``.
+
+Plain decoding ("ar") is the loop with a tree of the root alone, the DFlash chain is the loop with one candidate a depth;
+all three share every other line. The loop knows the models only by the two protocols below.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from ddtree_jax import sampling as sampling_lib
+from ddtree_jax import tree as tree_lib
+from ddtree_jax.cache import Cache, append, take_rows
+from ddtree_jax.sampling import SamplingArrays
+from ddtree_jax.tree import Tree
+
+MODES = ("ar", "chain", "ddtree")
+BUDGET_BUCKETS = (3, 7, 15, 31, 63, 127, 255)
+
+RUNNING, STOPPED, FULL = 0, 1, 2
+
+
+class Target(Protocol):
+    """A language model that verifies nodes: masks and positions in, hidden states, features and cache rows out."""
+
+    def init_cache(self, batch: int, num_slots: int) -> Cache: ...
+
+    def embed(self, token_ids_BT: Array) -> Array: ...
+
+    def unembed(self, hidden_BTD: Array) -> Array: ...
+
+    def __call__(self, token_ids_BT: Array, positions_BT: Array, visible_BTt: Array, length_B: Array, cache: Cache) -> Any:
+        """An object with ``hidden_BTD``, ``features_BTY`` and ``rows``."""
+
+
+class Drafter(Protocol):
+    """A block drafter: context rows from the target's features, hidden states of a block of masks."""
+
+    def init_cache(self, batch: int, num_slots: int) -> Cache: ...
+
+    def context(self, features_BTY: Array, positions_BT: Array) -> Cache: ...
+
+    def __call__(self, embedded_BTD: Array, positions_BT: Array, length_B: Array, cache: Cache) -> Array: ...
+
+
+class Models(NamedTuple):
+    target: Target
+    drafter: Drafter | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeConfig:
+    """How to speculate; the output does not depend on it.
+
+    "ar" decodes a token a pass. "chain" verifies the drafter's best token at each depth, "ddtree" the ``budget`` most
+    probable prefixes. A chain is at most ``budget`` long, and no longer than the drafter's block.
+    """
+
+    mode: Literal["ar", "chain", "ddtree"] = "ddtree"
+    budget: int = 15
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode is {self.mode!r}; allowed: {', '.join(map(repr, MODES))}")
+        if isinstance(self.budget, bool) or not isinstance(self.budget, int) or not 0 <= self.budget <= BUDGET_BUCKETS[-1]:
+            raise ValueError(f"budget is {self.budget!r}; allowed is an integer from 0 to {BUDGET_BUCKETS[-1]}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The static shape of a round: what a program is compiled for. ``depth`` 0 means that nothing is drafted."""
+
+    num_nodes: int
+    num_candidates: int
+    depth: int
+    mask_token_id: int
+
+    @classmethod
+    def of(cls, decode: DecodeConfig, depth: int, mask_token_id: int, vocab_size: int) -> "Plan":
+        """Plan for a mode; DDTree budgets share the smallest bucket that holds them."""
+        if decode.mode == "ar" or decode.budget == 0:
+            return cls(num_nodes=1, num_candidates=1, depth=0, mask_token_id=mask_token_id)
+        if decode.mode == "chain":
+            return cls(num_nodes=depth + 1, num_candidates=1, depth=depth, mask_token_id=mask_token_id)
+        bucket = next(size for size in BUDGET_BUCKETS if size >= decode.budget)
+        return cls(
+            num_nodes=bucket + 1, num_candidates=min(bucket, vocab_size), depth=depth, mask_token_id=mask_token_id
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Committed tokens of a batch: the first ``length_B`` slots of both caches, and the hidden state of the last one."""
+
+    target_cache: Cache
+    drafter_cache: Cache
+    length_B: Int32[Array, "B"]
+    hidden_BD: Float[Array, "B D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What the last round did: its tree, the accepted path (node numbers, root first) and the path's length."""
+
+    tree: Tree
+    path_BT: Int32[Array, "B T"]
+    accepted_B: Int32[Array, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """All that the loop carries.
+
+    ``root_B`` is the last emitted token, which no cache holds yet. ``tokens_BM`` and ``logprobs_BM`` hold the first
+    ``num_tokens_B`` emitted tokens, ``accepted_BM`` the path lengths of the first ``num_rounds_B`` rounds. ``finish_B`` is
+    RUNNING, STOPPED (a stop id) or FULL (as many tokens as allowed).
+    """
+
+    target_cache: Cache
+    drafter_cache: Cache
+    length_B: Int32[Array, "B"]
+    root_B: Int32[Array, "B"]
+    tokens_BM: Int32[Array, "B M"]
+    logprobs_BM: Float[Array, "B M"]
+    num_tokens_B: Int32[Array, "B"]
+    accepted_BM: Int32[Array, "B M"]
+    num_rounds_B: Int32[Array, "B"]
+    finish_B: Int32[Array, "B"]
+    rounds: Int32[Array, ""]
+    last: Round
+
+
+def init_context(models: Models, batch: int, num_slots: int) -> Context:
+    """Empty caches of ``num_slots`` slots a sequence."""
+    target_cache = models.target.init_cache(batch, num_slots)
+    hidden = jax.eval_shape(models.target.embed, jax.ShapeDtypeStruct((batch, 1), jnp.int32))
+    return Context(
+        target_cache=target_cache,
+        drafter_cache=models.drafter.init_cache(batch, num_slots) if models.drafter else [],
+        length_B=jnp.zeros(batch, jnp.int32),
+        hidden_BD=jnp.zeros((batch, hidden.shape[-1]), hidden.dtype),
+    )
+
+
+def prefill(
+    models: Models, context: Context, token_BT: Int32[Array, "B T"], count_B: Int32[Array, "B"]
+) -> tuple[Context, Float[Array, "B T D"]]:
+    """Commits the first ``count_B`` of T tokens behind each sequence; what follows them is padding.
+
+    Returns:
+      The grown context and the hidden states of the chunk.
+    """
+    num_rows = token_BT.shape[1]
+    row_T = jnp.arange(num_rows, dtype=jnp.int32)
+    positions_BT = context.length_B[:, None] + row_T[None]
+    causal_BTt = jnp.broadcast_to(row_T[:, None] >= row_T[None], (*token_BT.shape, num_rows))
+    with jax.named_scope("prefill"):
+        out = models.target(token_BT, positions_BT, causal_BTt, context.length_B, context.target_cache)
+    drafter_cache = context.drafter_cache
+    if models.drafter:
+        rows = models.drafter.context(out.features_BTY, positions_BT)
+        drafter_cache = append(drafter_cache, rows, context.length_B, count_B)
+    last_BD = jnp.take_along_axis(out.hidden_BTD, jnp.maximum(count_B - 1, 0)[:, None, None], axis=1)[:, 0]
+    grown = Context(
+        target_cache=append(context.target_cache, out.rows, context.length_B, count_B),
+        drafter_cache=drafter_cache,
+        length_B=context.length_B + count_B,
+        hidden_BD=jnp.where((count_B > 0)[:, None], last_BD, context.hidden_BD),
+    )
+    return grown, out.hidden_BTD
+
+
+def draft_logits(
+    models: Models, root_B: Array, length_B: Array, drafter_cache: Cache, depth: int, mask_token_id: int
+) -> Float[Array, "B L V"]:
+    """The drafter's rows for the ``depth`` positions behind the root, float32."""
+    masks_BL = jnp.full((root_B.shape[0], depth), mask_token_id, jnp.int32)
+    block_BT = jnp.concatenate([root_B[:, None], masks_BL], axis=1)
+    positions_BT = length_B[:, None] + jnp.arange(depth + 1, dtype=jnp.int32)[None]
+    hidden_BTD = models.drafter(models.target.embed(block_BT), positions_BT, length_B, drafter_cache)
+    return models.target.unembed(hidden_BTD[:, 1:])
+
+
+def begin(models: Models, context: Context, sampling: SamplingArrays, plan: Plan, capacity: int) -> State:
+    """Draws each sequence's first token behind its prompt and makes the state of the loop, which takes the caches over."""
+    batch = context.length_B.shape[0]
+    zeros_B = jnp.zeros(batch, jnp.int32)
+    logits_B1V = models.target.unembed(context.hidden_BD[:, None])
+    # The last prompt token stands where a tree's root would: one position before the token that is drawn.
+    drawn_B1 = sampling_lib.draw(logits_B1V, zeros_B[:, None], context.length_B - 1, zeros_B, sampling, 1)
+    state = State(
+        target_cache=context.target_cache,
+        drafter_cache=context.drafter_cache,
+        length_B=context.length_B,
+        root_B=drawn_B1[:, 0],
+        tokens_BM=jnp.zeros((batch, capacity), jnp.int32),
+        logprobs_BM=jnp.zeros((batch, capacity), jnp.float32),
+        num_tokens_B=zeros_B,
+        accepted_BM=jnp.zeros((batch, capacity), jnp.int32),
+        num_rounds_B=zeros_B,
+        finish_B=zeros_B,
+        rounds=jnp.int32(0),
+        last=_no_round(batch, plan),
+    )
+    return _emit(state, drawn_B1, sampling_lib.log_probability(logits_B1V, drawn_B1), zeros_B + 1, sampling)
+
+
+def _no_round(batch: int, plan: Plan) -> Round:
+    nodes_BN = jnp.zeros((batch, plan.num_nodes), jnp.int32)
+    tree = Tree(
+        token_BN=nodes_BN,
+        parent_BN=nodes_BN,
+        depth_BN=nodes_BN,
+        count_B=nodes_BN[:, 0],
+        visible_BNn=jnp.zeros((batch, plan.num_nodes, plan.num_nodes), bool),
+    )
+    return Round(tree=tree, path_BT=jnp.zeros((batch, plan.depth + 1), jnp.int32), accepted_B=nodes_BN[:, 0])
+
+
+def _emit(state: State, token_BT: Array, logprob_BT: Array, count_B: Array, sampling: SamplingArrays) -> State:
+    """Appends up to ``count_B`` tokens to the output, ends at the first stop id among them or at the last one allowed."""
+    index_T = jnp.arange(token_BT.shape[1], dtype=jnp.int32)
+    room_B = sampling.max_new_tokens_B - state.num_tokens_B
+    kept_B = jnp.minimum(count_B, room_B)
+    stops_BT = sampling_lib.is_stop(token_BT, sampling) & (index_T[None] < kept_B[:, None])
+    stopped_B = jnp.any(stops_BT, axis=1)
+    kept_B = jnp.where(stopped_B, jnp.argmax(stops_BT, axis=1).astype(jnp.int32) + 1, kept_B)
+    reason_B = jnp.where(stopped_B, STOPPED, jnp.where(kept_B >= room_B, FULL, RUNNING)).astype(jnp.int32)
+    return replace(
+        state,
+        tokens_BM=append(state.tokens_BM, token_BT, state.num_tokens_B, kept_B),
+        logprobs_BM=append(state.logprobs_BM, logprob_BT, state.num_tokens_B, kept_B),
+        num_tokens_B=state.num_tokens_B + kept_B,
+        finish_B=jnp.where(state.finish_B == RUNNING, reason_B, state.finish_B),
+    )
+
+
+def draft_tree(models: Models, state: State, plan: Plan, budget: Int32[Array, ""]) -> Tree:
+    """The tree of this round: the root alone, a chain, or the best prefixes of a draft."""
+    if plan.depth == 0:
+        return tree_lib.root_only(state.root_B)
+    with jax.named_scope("draft"):
+        logits_BLV = draft_logits(
+            models, state.root_B, state.length_B, state.drafter_cache, plan.depth, plan.mask_token_id
+        )
+    with jax.named_scope("expand"):
+        token_BLK, logp_BLK = tree_lib.candidates(logits_BLV, plan.num_candidates)
+        return tree_lib.expand(state.root_B, token_BLK, logp_BLK, budget, plan.num_nodes)
+
+
+def decode_round(models: Models, state: State, sampling: SamplingArrays, plan: Plan, budget: Int32[Array, ""]) -> State:
+    """One round. Sequences that have finished pass through it unchanged."""
+    tree = draft_tree(models, state, plan, budget)
+    with jax.named_scope("verify"):
+        positions_BN = state.length_B[:, None] + tree.depth_BN
+        out = models.target(tree.token_BN, positions_BN, tree.visible_BNn, state.length_B, state.target_cache)
+        logits_BNV = models.target.unembed(out.hidden_BTD)
+    with jax.named_scope("accept"):
+        drawn_BN = sampling_lib.draw(
+            logits_BNV, tree.depth_BN, state.length_B, state.num_tokens_B, sampling, plan.depth + 1
+        )
+        path_BT, accepted_B = tree_lib.walk(tree, drawn_BN, plan.depth)
+        accepted_B = jnp.where(state.finish_B == RUNNING, accepted_B, 0)
+        emitted_BT = jnp.take_along_axis(drawn_BN, path_BT, axis=1)
+        logprob_BT = jnp.take_along_axis(sampling_lib.log_probability(logits_BNV, drawn_BN), path_BT, axis=1)
+    with jax.named_scope("commit"):
+        state = _commit(models, state, plan, out, path_BT, accepted_B)
+        last_B1 = jnp.maximum(accepted_B - 1, 0)[:, None]
+        state = replace(
+            state,
+            root_B=jnp.where(accepted_B > 0, jnp.take_along_axis(emitted_BT, last_B1, axis=1)[:, 0], state.root_B),
+            last=Round(tree=tree, path_BT=path_BT, accepted_B=accepted_B),
+            rounds=state.rounds + 1,
+        )
+        return _emit(state, emitted_BT, logprob_BT, accepted_B, sampling)
+
+
+def _commit(models: Models, state: State, plan: Plan, out: Any, path_BT: Array, accepted_B: Array) -> State:
+    """Writes the accepted nodes' rows behind the prefix: the target's, and the drafter's from the nodes' features."""
+    drafter_cache = state.drafter_cache
+    if plan.depth > 0:
+        features_BTY = take_rows(out.features_BTY, path_BT)
+        positions_BT = state.length_B[:, None] + jnp.arange(plan.depth + 1, dtype=jnp.int32)[None]
+        rows = models.drafter.context(features_BTY, positions_BT)
+        drafter_cache = append(drafter_cache, rows, state.length_B, accepted_B)
+    is_active_B = (accepted_B > 0).astype(jnp.int32)
+    return replace(
+        state,
+        target_cache=append(state.target_cache, take_rows(out.rows, path_BT), state.length_B, accepted_B),
+        drafter_cache=drafter_cache,
+        length_B=state.length_B + accepted_B,
+        accepted_BM=append(state.accepted_BM, accepted_B[:, None], state.num_rounds_B, is_active_B),
+        num_rounds_B=state.num_rounds_B + is_active_B,
+    )
+
+
+def should_continue(state: State, round_limit: Int32[Array, ""]) -> Bool[Array, ""]:
+    """The loop ends when every sequence has finished, or when this slice of rounds is done."""
+    some_sequence_runs = jnp.any(state.finish_B == RUNNING)
+    slice_is_open = state.rounds < round_limit
+    return some_sequence_runs & slice_is_open
+
+
+def decode_rounds(
+    models: Models,
+    state: State,
+    sampling: SamplingArrays,
+    budget: Int32[Array, ""],
+    round_limit: Int32[Array, ""],
+    plan: Plan,
+) -> State:
+    """Runs rounds until all sequences have finished or ``state.rounds`` reaches ``round_limit``."""
+    return jax.lax.while_loop(
+        lambda state: should_continue(state, round_limit),
+        lambda state: decode_round(models, state, sampling, plan, budget),
+        state,
+    )

@@ -1,0 +1,154 @@
+"""The DFlash drafter as Flax modules: one pass over [root, MASK, ...] gives a draft for each of the next positions.
+
+Follows z-lab/dflash's ``model.py``. Keys and values of the committed context come from the target's features alone, which
+never pass through the drafter's layers; the block's own keys and values live for one call.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int32
+
+from ddtree_jax.config import DFlashConfig
+from ddtree_jax.layers import Layer, gain, gated_mlp, rms_norm, rotate
+from ddtree_jax.sharding import ArrayInfo, Parameters
+
+KeyValue = tuple[Array, Array]
+"""Rotated keys and values of a layer, each [B, S, J, R]."""
+
+
+class Block(Layer):
+    """One drafter layer: grouped-query attention with normed queries and keys, then a gated MLP."""
+
+    def __init__(self, config: DFlashConfig, layer: int, arrays: Mapping[str, Array]):
+        super().__init__(config, arrays)
+        self.window = config.sliding_window if config.sliding_layers[layer] else None
+
+    @staticmethod
+    def parameters(config: DFlashConfig) -> dict[str, ArrayInfo]:
+        D, H, J, R = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        F = config.intermediate_size
+        return {
+            "input_norm_D": gain(D),
+            "q_DJQR": ArrayInfo((D, J, H // J, R), (None, "kv_heads", None, None)),
+            "k_DJR": ArrayInfo((D, J, R), (None, "kv_heads", None)),
+            "v_DJR": ArrayInfo((D, J, R), (None, "kv_heads", None)),
+            "q_norm_R": gain(R),
+            "k_norm_R": gain(R),
+            "o_JQRD": ArrayInfo((J, H // J, R, D), ("kv_heads", None, None, None)),
+            "post_attention_norm_D": gain(D),
+            "gate_DF": ArrayInfo((D, F), (None, "width")),
+            "up_DF": ArrayInfo((D, F), (None, "width")),
+            "down_FD": ArrayInfo((F, D), ("width", None)),
+        }
+
+    def key_value(self, x_BTD: Float[Array, "B T D"], positions_BT: Int32[Array, "B T"]) -> KeyValue:
+        key_BTJR = jnp.einsum("BTD,DJR->BTJR", x_BTD, self.k_DJR[...])
+        key_BTJR = rms_norm(key_BTJR, self.k_norm_R[...], self.config.rms_norm_eps)
+        return self._rotate(key_BTJR, positions_BT), jnp.einsum("BTD,DJR->BTJR", x_BTD, self.v_DJR[...])
+
+    def _rotate(self, x_BTJR: Array, positions_BT: Array) -> Array:
+        config = self.config
+        return rotate(x_BTJR, positions_BT, config.rope, interleaved=False, amplitude=config.rope_amplitude)
+
+    def _visible(self, positions_BT: Array, length_B: Array, num_slots: int) -> tuple[Bool[Array, "B T S"], Array]:
+        """Context slots and block rows that each block row sees.
+
+        A context slot holds the position of its own number. ::
+
+            slots            block            sliding, window 4, causal        full
+            0 1 2 3 4 5      6 7 8      row 7: . . . . x x  x x .        x x x x x x  x x x
+        """
+        batch, num_rows = positions_BT.shape
+        slot_BTS = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (batch, num_rows, num_slots))
+        context_BTS = slot_BTS < length_B[:, None, None]
+        distance_BTt = positions_BT[:, :, None] - positions_BT[:, None, :]
+        block_BTt = jnp.ones(distance_BTt.shape, bool)
+        if self.window is not None:
+            context_BTS &= positions_BT[..., None] - slot_BTS < self.window
+            block_BTt = jnp.abs(distance_BTt) < self.window
+            if self.config.sliding_causal:
+                block_BTt &= distance_BTt >= 0
+        return context_BTS, block_BTt
+
+    def attend(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: KeyValue) -> Array:
+        config = self.config
+        q_BTJQR = jnp.einsum("BTD,DJQR->BTJQR", x_BTD, self.q_DJQR[...])
+        q_BTJQR = rms_norm(q_BTJQR, self.q_norm_R[...], config.rms_norm_eps)
+        heads_BTHR = q_BTJQR.reshape(*x_BTD.shape[:2], config.num_attention_heads, config.head_dim)
+        q_BTJQR = self._rotate(heads_BTHR, positions_BT).reshape(q_BTJQR.shape)
+        key_BTJR, value_BTJR = self.key_value(x_BTD, positions_BT)
+        num_slots = cache[0].shape[1]
+        context_BTS, block_BTt = self._visible(positions_BT, length_B, num_slots)
+
+        committed_BS = jnp.arange(num_slots, dtype=jnp.int32)[None] < length_B[:, None]
+        # Zeroed, since a weight of zero times an undefined NaN would still be NaN.
+        key_BSJR, value_BSJR = (jnp.where(committed_BS[..., None, None], part, 0) for part in cache)
+        key_BSJR = jnp.concatenate([key_BSJR, key_BTJR], axis=1)
+        value_BSJR = jnp.concatenate([value_BSJR, value_BTJR], axis=1)
+        visible_BTS = jnp.concatenate([context_BTS, block_BTt], axis=-1)
+        score = jnp.einsum("BTJQR,BSJR->BJQTS", q_BTJQR, key_BSJR, preferred_element_type=jnp.float32)
+        score = jnp.where(visible_BTS[:, None, None], score * config.head_dim**-0.5, -jnp.inf)
+        weight_BJQTS = jax.nn.softmax(score, axis=-1).astype(x_BTD.dtype)
+        attended_BTJQR = jnp.einsum("BJQTS,BSJR->BTJQR", weight_BJQTS, value_BSJR)
+        return jnp.einsum("BTJQR,JQRD->BTD", attended_BTJQR, self.o_JQRD[...])
+
+    def __call__(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: KeyValue) -> Array:
+        eps = self.config.rms_norm_eps
+        normed_BTD = rms_norm(x_BTD, self.input_norm_D[...], eps)
+        x_BTD = x_BTD + self.attend(normed_BTD, positions_BT, length_B, cache)
+        normed_BTD = rms_norm(x_BTD, self.post_attention_norm_D[...], eps)
+        return x_BTD + gated_mlp(normed_BTD, self.gate_DF[...], self.up_DF[...], self.down_FD[...])
+
+
+class DFlash(Layer):
+    """The drafter. It has neither an embedding nor a head: both are the target's."""
+
+    def __init__(self, config: DFlashConfig, arrays: Mapping[str, Mapping[str, Array]]):
+        super().__init__(config, {**arrays["context"], **arrays["head"]})
+        self.blocks = nnx.List(
+            Block(config, layer, arrays[f"layer_{layer}"]) for layer in range(config.num_hidden_layers)
+        )
+
+    @staticmethod
+    def parameters(config: DFlashConfig) -> dict[str, ArrayInfo]:
+        D, Y = config.hidden_size, config.hidden_size * len(config.target_layer_ids)
+        return {"fc_YD": ArrayInfo((Y, D), (None, "width")), "hidden_norm_D": gain(D), "norm_D": gain(D)}
+
+    def init_cache(self, batch: int, num_slots: int) -> list[KeyValue]:
+        """An empty context cache: keys and values [B, S, J, R] a layer, in the compute dtype."""
+        shape = (batch, num_slots, self.config.num_key_value_heads, self.config.head_dim)
+        dtype = self.fc_YD[...].dtype
+        return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in self.blocks]
+
+    def context(self, features_BTY: Float[Array, "B T Y"], positions_BT: Int32[Array, "B T"]) -> list[KeyValue]:
+        """Cache rows of T committed tokens, from the target's features of them."""
+        context_BTD = jnp.einsum("BTY,YD->BTD", features_BTY, self.fc_YD[...])
+        context_BTD = rms_norm(context_BTD, self.hidden_norm_D[...], self.config.rms_norm_eps)
+        return [block.key_value(context_BTD, positions_BT) for block in self.blocks]
+
+    def __call__(
+        self,
+        embedded_BTD: Float[Array, "B T D"],
+        positions_BT: Int32[Array, "B T"],
+        length_B: Int32[Array, "B"],
+        cache: list[KeyValue],
+    ) -> Float[Array, "B T D"]:
+        """Normed hidden states of the block [root, MASK, ...]; row j predicts the token at its own position."""
+        x_BTD = embedded_BTD
+        for layer, block in enumerate(self.blocks):
+            with jax.named_scope(f"layer_{layer}"):
+                x_BTD = block(x_BTD, positions_BT, length_B, cache[layer])
+        return rms_norm(x_BTD, self.norm_D[...], self.config.rms_norm_eps)
+
+
+def parameters(config: DFlashConfig) -> Parameters:
+    """Every parameter of the drafter, by part: "context", "layer_0", ..., "head"."""
+    whole = DFlash.parameters(config)
+    tree = {"context": {name: whole[name] for name in ("fc_YD", "hidden_norm_D")}}
+    for layer in range(config.num_hidden_layers):
+        tree[f"layer_{layer}"] = Block.parameters(config)
+    tree["head"] = {"norm_D": whole["norm_D"]}
+    return tree

@@ -1,0 +1,446 @@
+"""The engine: loads a target and a drafter, and turns prompts into completions with one compiled loop a batch."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ddtree_jax import checkpoint, decode, dflash, kimi, sharding
+from ddtree_jax.config import DFlashConfig, KimiConfig
+from ddtree_jax.decode import DecodeConfig, Models, Plan, State
+from ddtree_jax.prompts import Prompt, check_token_ids, read_prompts
+from ddtree_jax.sampling import SamplingArrays, SamplingParams
+from ddtree_jax.tokenizer import Tokenizer
+
+PREFILL_BUCKETS = (16, 64, 256)
+"""Chunk widths of prefill, in tokens; a longer prompt takes several of the widest."""
+
+ALL_ROUNDS = 2**31 - 1
+STREAM_ROUNDS = 4
+"""Rounds between two returns to the host while streaming."""
+
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stats:
+    """What a completion cost.
+
+    ``accepted_lengths`` are the tokens that each round committed, before a stop or the limit cut them; the first token comes
+    from prefill, so that their sum is the number of tokens - 1, or more if the last round was cut. ``target_passes`` counts
+    prefill chunks and rounds. Seconds are those of the whole batch.
+    """
+
+    rounds: int
+    accepted_lengths: list[int]
+    target_passes: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """New tokens of one prompt.
+
+    ``token_ids`` end with the stop id if one was drawn; ``text`` (None without a tokenizer) leaves it out, as it leaves out a
+    stop string. ``logprobs`` belong to ``token_ids``, under the target's distribution before filters.
+    """
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: Literal["stop", "length"]
+    logprobs: list[float] | None
+    stats: Stats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundTrace:
+    """One round of one sequence: its tree (node 0 is the root), and the accepted path from the root down."""
+
+    start: int
+    token_ids: list[int]
+    depths: list[int]
+    parents: list[int]
+    accepted: list[int]
+
+
+class Engine:
+    """A target with its drafter on a mesh, and the compiled programs of both."""
+
+    def __init__(
+        self,
+        target: kimi.Kimi,
+        drafter: dflash.DFlash | None,
+        *,
+        mesh: Mesh,
+        max_length: int,
+        tokenizer: Tokenizer | None = None,
+    ):
+        _check_pair(target.config, drafter and drafter.config, max_length, tokenizer)
+        self.models = Models(target, drafter)
+        self.max_length = max_length
+        self.tokenizer = tokenizer
+        self._replicated = sharding.replicated(mesh)
+        self._vocab_size = target.config.vocab_size
+        out = {"out_shardings": self._replicated}
+        self._init_context = jax.jit(decode.init_context, static_argnums=(1, 2), **out)
+        self._prefill = jax.jit(decode.prefill, donate_argnames="context", **out)
+        self._begin = jax.jit(decode.begin, static_argnames=("plan", "capacity"), **out)
+        self._decode_rounds = jax.jit(decode.decode_rounds, static_argnames="plan", donate_argnames="state", **out)
+        self._draft_logits = jax.jit(decode.draft_logits, static_argnames=("depth", "mask_token_id"), **out)
+        self._unembed = jax.jit(kimi.Kimi.unembed, **out)
+
+    @classmethod
+    def load(
+        cls,
+        target: str | Path,
+        drafter: str | Path | None = None,
+        *,
+        mesh: str | None = None,
+        max_length: int = 4096,
+        dtype: str = "bfloat16",
+        drafter_rope_amplitude: float | None = None,
+        drafter_sliding_causal: bool = True,
+    ) -> Self:
+        """Loads converted checkpoints (`checkpoints_tools.convert`).
+
+        Args:
+          target, drafter: folders. Without a drafter only mode "ar" can be used.
+          mesh: axis sizes such as "tensor=8" or "expert=4,tensor=2"; one device by default.
+          max_length: the most tokens of prompt and completion together; caches are that long.
+          dtype: of weights and activations, "float32" or "bfloat16".
+          drafter_rope_amplitude: factor on the drafter's cos and sin, instead of what its config gives; some published
+            drafters want 0.1 ln(factor) + 1.
+          drafter_sliding_causal: whether sliding layers of the drafter are causal inside a block.
+
+        Raises:
+          ValueError: a wrong argument, a folder that is no finished checkpoint, or two models that do not fit.
+        """
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(map(repr, _DTYPES))}")
+        device_mesh = sharding.make_mesh(mesh)
+        target_config = KimiConfig.from_hf(checkpoint.read_metadata(target, "kimi").config)
+        drafter_config = None
+        if drafter is not None:
+            drafter_config = DFlashConfig.from_hf(checkpoint.read_metadata(drafter, "dflash").config)
+            amplitude = drafter_config.rope_amplitude if drafter_rope_amplitude is None else drafter_rope_amplitude
+            drafter_config = replace(drafter_config, rope_amplitude=amplitude, sliding_causal=drafter_sliding_causal)
+        has_tokenizer = (Path(target) / "tiktoken.model").exists()
+        tokenizer = Tokenizer.from_directory(target) if has_tokenizer else None
+        _check_pair(target_config, drafter_config, max_length, tokenizer)
+        arrays = checkpoint.load(target, kimi.parameters(target_config), device_mesh, _DTYPES[dtype])
+        capture = drafter_config.target_layer_ids if drafter_config else ()
+        drafter_model = None
+        if drafter_config:
+            drafter_arrays = checkpoint.load(drafter, dflash.parameters(drafter_config), device_mesh, _DTYPES[dtype])
+            drafter_model = dflash.DFlash(drafter_config, drafter_arrays)
+        return cls(
+            kimi.Kimi(target_config, arrays, capture),
+            drafter_model,
+            mesh=device_mesh,
+            max_length=max_length,
+            tokenizer=tokenizer,
+        )
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        decode: DecodeConfig = DecodeConfig(),
+        *,
+        thinking: bool = True,
+    ) -> list[Completion]:
+        """Completes prompts, all in one batch.
+
+        Args:
+          prompts: a string, a list of strings, token ids, a list of lists of token ids, or one conversation as chat messages.
+          sampling: for all prompts, or one a prompt.
+          decode: how to speculate; the output does not depend on it.
+          thinking: for chat messages, whether the model is asked to think first.
+
+        Raises:
+          ValueError: a wrong argument, named. Nothing has been computed then.
+        """
+        job = self._job(read_prompts(prompts, self.tokenizer, thinking), sampling, decode)
+        rounds = STREAM_ROUNDS if any(params.stop for params in job.params) else ALL_ROUNDS
+        for progress in self._run(job, rounds):
+            pass
+        return [self._completion(job, progress, index) for index in range(len(job.prompts))]
+
+    def stream(
+        self,
+        prompt: Any,
+        sampling: SamplingParams = SamplingParams(),
+        decode: DecodeConfig = DecodeConfig(),
+        *,
+        thinking: bool = True,
+    ) -> Iterator[str | list[int]]:
+        """Yields the completion of one prompt as it is committed: text for text and chat, lists of ids for ids.
+
+        The same loop as `generate`, in slices of rounds; the pieces join to its ``text`` or ``token_ids``. Errors as there,
+        raised by the call itself.
+        """
+        prompts = read_prompts(prompt, self.tokenizer, thinking)
+        if len(prompts) != 1:
+            raise ValueError(f"prompt holds {len(prompts)} prompts; allowed is 1")
+        job = self._job(prompts, sampling, decode)
+        return self._pieces(job)
+
+    def trace(
+        self, prompt: Any, sampling: SamplingParams = SamplingParams(), decode: DecodeConfig = DecodeConfig()
+    ) -> Iterator[RoundTrace]:
+        """Decodes one prompt a round at a time and yields what each round drafted and accepted."""
+        prompts = read_prompts(prompt, self.tokenizer, True)
+        job = self._job(prompts, sampling, decode)
+        return (trace for progress in self._run(job, 1) if (trace := _trace(progress.state)) is not None)
+
+    def score(self, token_ids: Sequence[int]) -> np.ndarray:
+        """The target's teacher-forced logits, float32 [T, V]: row t is the prediction behind token t."""
+        check_token_ids(token_ids, "token_ids", self._vocab_size, self.max_length, "max_length")
+        with self._precision():
+            chunks = [self._unembed(self.models.target, hidden) for hidden in self._prefill_chunks([list(token_ids)])[1]]
+        return np.concatenate([np.asarray(chunk[0]) for chunk in chunks])[: len(token_ids)]
+
+    def draft(self, token_ids: Sequence[int]) -> np.ndarray:
+        """The drafter's logits with the last token as root, float32 [block - 1, V]: row j is for position len + j."""
+        config = self._drafter_config("draft")
+        check_token_ids(token_ids, "token_ids", self._vocab_size, self.max_length, "max_length")
+        root_B = np.array(token_ids[-1:], np.int32)
+        with self._precision():
+            context = self._prefill_chunks([list(token_ids[:-1])])[0]
+            logits_BLV = self._draft_logits(
+                self.models,
+                self._put(root_B),
+                context.length_B,
+                context.drafter_cache,
+                depth=config.depth,
+                mask_token_id=config.mask_token_id,
+            )
+        return np.asarray(logits_BLV[0])
+
+    def _drafter_config(self, needed_by: str) -> DFlashConfig:
+        if self.models.drafter is None:
+            raise ValueError(f"{needed_by} needs a drafter, but the engine was loaded without one; allowed: mode 'ar'")
+        return self.models.drafter.config
+
+    def _precision(self) -> AbstractContextManager:
+        """float32 means float32: without this, a GPU rounds the factors of float32 products to TF32."""
+        is_float32 = self.models.target.norm_D[...].dtype == jnp.float32
+        return jax.default_matmul_precision("highest" if is_float32 else "default")
+
+    def _put(self, tree: Any) -> Any:
+        return jax.device_put(tree, self._replicated)
+
+    def _job(self, prompts: list[Prompt], sampling: Any, decode_config: DecodeConfig) -> "_Job":
+        """Checks everything that can be wrong before anything is computed."""
+        if not isinstance(decode_config, DecodeConfig):
+            raise ValueError(f"decode is {decode_config!r}; a DecodeConfig is needed")
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise ValueError(f"sampling is {sampling!r}; allowed is a SamplingParams, or a list of one a prompt")
+        if len(params) != len(prompts):
+            raise ValueError(f"sampling has {len(params)} entries; allowed are {len(prompts)}, one a prompt")
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            name = f"prompts[{index}]"
+            most = self.max_length - 1
+            check_token_ids(prompt.token_ids, name, self._vocab_size, most, f"max_length {self.max_length}, less 1 new token")
+            for token in one.stop_token_ids:
+                if not 0 <= token < self._vocab_size:
+                    raise ValueError(f"stop_token_ids has {token}; allowed are 0 to {self._vocab_size - 1}")
+            if one.stop and self.tokenizer is None:
+                raise ValueError(f"stop is {one.stop!r}, but the checkpoint has no tokenizer; allowed: stop_token_ids")
+        depth, mask_token_id = 0, 0
+        if decode_config.mode != "ar" and decode_config.budget > 0:
+            drafter_config = self._drafter_config(f"mode {decode_config.mode!r}")
+            depth, mask_token_id = drafter_config.depth, drafter_config.mask_token_id
+        plan = Plan.of(decode_config, depth, mask_token_id, self._vocab_size)
+        room = [self.max_length - len(prompt.token_ids) for prompt in prompts]
+        arrays = SamplingArrays.stack(params, self.models.target.config.eos_token_ids, room)
+        return _Job(prompts, list(params), self._put(arrays), plan, min(decode_config.budget, plan.num_nodes - 1))
+
+    def _prefill_chunks(self, prompts: list[list[int]]) -> tuple[decode.Context, list[jax.Array]]:
+        """Caches of the prompts, and the hidden states of each chunk."""
+        longest = max(map(len, prompts))
+        width = next((bucket for bucket in PREFILL_BUCKETS if bucket >= longest), PREFILL_BUCKETS[-1])
+        context = self._init_context(self.models, len(prompts), self.max_length)
+        hidden = []
+        for start in range(0, longest, width):
+            chunks = [prompt[start : start + width] for prompt in prompts]
+            token_BT = np.array([chunk + [0] * (width - len(chunk)) for chunk in chunks], np.int32)
+            count_B = np.array([len(chunk) for chunk in chunks], np.int32)
+            context, hidden_BTD = self._prefill(self.models, context, *self._put((token_BT, count_B)))
+            hidden.append(hidden_BTD)
+        return context, hidden
+
+    def _run(self, job: "_Job", rounds_per_slice: int) -> Iterator["_Progress"]:
+        """Prefills, then yields after each slice of rounds until every sequence has finished."""
+        started = time.perf_counter()
+        with self._precision():
+            context, hidden = self._prefill_chunks([prompt.token_ids for prompt in job.prompts])
+            # The caches need no part in drawing the first token: they move from the context to the state as they are.
+            bare = replace(context, target_cache=[], drafter_cache=[])
+            state = self._begin(self.models, bare, job.sampling, plan=job.plan, capacity=self.max_length)
+            state = replace(state, target_cache=context.target_cache, drafter_cache=context.drafter_cache)
+            budget = self._put(np.int32(job.budget))
+        jax.block_until_ready(state.root_B)
+        prefilled = time.perf_counter()
+        limit = 0
+        while True:
+            yield _Progress(state, len(hidden), prefilled - started, time.perf_counter() - prefilled)
+            if not np.any(np.asarray(state.finish_B) == decode.RUNNING):
+                return
+            state = self._finish_at_stop_strings(job, state)
+            limit = min(limit + rounds_per_slice, ALL_ROUNDS)
+            with self._precision():
+                state = self._decode_rounds(
+                    self.models, state, job.sampling, budget, self._put(np.int32(limit)), plan=job.plan
+                )
+            jax.block_until_ready(state.root_B)
+
+    def _finish_at_stop_strings(self, job: "_Job", state: State) -> State:
+        """Ends the sequences whose text holds one of their stop strings; ids alone cannot tell the device."""
+        if not any(params.stop for params in job.params):
+            return state
+        finish_B = np.array(state.finish_B)
+        for index, params in enumerate(job.params):
+            if finish_B[index] == decode.RUNNING and self._cut(params, _token_ids(state, index)).stopped:
+                finish_B[index] = decode.STOPPED
+        return replace(state, finish_B=self._put(finish_B))
+
+    def _cut(self, params: SamplingParams, token_ids: list[int], ended_by_id: bool = False) -> "_Cut":
+        """Text without the stop id, both cut at the first stop string."""
+        if self.tokenizer is None:
+            return _Cut(token_ids, None, False)
+        shown = token_ids[:-1] if ended_by_id else token_ids
+        text = self.tokenizer.decode(shown)
+        found = [at for stop in params.stop if (at := text.find(stop)) >= 0]
+        if not found:
+            return _Cut(token_ids, text, False)
+        needed = min(at + len(stop) for stop in params.stop if (at := text.find(stop)) == min(found))
+        num_ids = next(n for n in range(1, len(shown) + 1) if len(self.tokenizer.decode(shown[:n])) >= needed)
+        return _Cut(token_ids[:num_ids], text[: min(found)], True)
+
+    def _completion(self, job: "_Job", progress: "_Progress", index: int) -> Completion:
+        state, params = progress.state, job.params[index]
+        ended_by_id = int(state.finish_B[index]) == decode.STOPPED and self._ends_with_stop(job, state, index)
+        cut = self._cut(params, _token_ids(state, index), ended_by_id)
+        num_rounds = int(state.num_rounds_B[index])
+        return Completion(
+            token_ids=cut.token_ids,
+            text=cut.text,
+            finish_reason="stop" if ended_by_id or cut.stopped else "length",
+            logprobs=np.asarray(state.logprobs_BM[index])[: len(cut.token_ids)].tolist() if params.logprobs else None,
+            stats=Stats(
+                rounds=num_rounds,
+                accepted_lengths=np.asarray(state.accepted_BM[index])[:num_rounds].tolist(),
+                target_passes=progress.num_chunks + num_rounds,
+                prefill_seconds=progress.prefill_seconds,
+                decode_seconds=progress.decode_seconds,
+            ),
+        )
+
+    def _ends_with_stop(self, job: "_Job", state: State, index: int) -> bool:
+        return _token_ids(state, index)[-1] in np.asarray(job.sampling.stop_BZ[index]).tolist()
+
+    def _pieces(self, job: "_Job") -> Iterator[str | list[int]]:
+        """What each slice adds. Text that may turn out to begin a stop string is held back."""
+        is_text, params = job.prompts[0].is_text, job.params[0]
+        decoder = self.tokenizer.stream_decoder() if is_text else None
+        hold = max((len(stop) for stop in params.stop), default=1) - 1
+        pushed, text, sent = 0, "", 0
+        for progress in self._run(job, STREAM_ROUNDS):
+            done = self._completion(job, progress, 0)
+            if decoder is None:
+                if len(done.token_ids) > sent:
+                    yield done.token_ids[sent:]
+                sent = len(done.token_ids)
+                continue
+            token_ids = done.token_ids
+            finished = int(progress.state.finish_B[0]) != decode.RUNNING
+            if not finished:
+                text += decoder.push(token_ids[pushed:])
+                pushed = len(token_ids)
+            whole = done.text if finished or done.finish_reason == "stop" else text[: max(len(text) - hold, sent)]
+            if len(whole) > sent:
+                yield whole[sent:]
+            sent = len(whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A checked request: prompts with their sampling, on the host and on the device, and the shape of its rounds."""
+
+    prompts: list[Prompt]
+    params: list[SamplingParams]
+    sampling: SamplingArrays
+    plan: Plan
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """The loop's state after a slice of rounds, and what it has cost so far. The next slice consumes the state."""
+
+    state: State
+    num_chunks: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Ids and text up to the first stop string, and whether there was one."""
+
+    token_ids: list[int]
+    text: str | None
+    stopped: bool
+
+
+def _token_ids(state: State, index: int) -> list[int]:
+    return np.asarray(state.tokens_BM[index])[: int(state.num_tokens_B[index])].tolist()
+
+
+def _trace(state: State) -> RoundTrace | None:
+    """The last round of sequence 0; None before the first one."""
+    accepted = int(state.last.accepted_B[0])
+    if accepted == 0:
+        return None
+    tree = state.last.tree
+    token_N, depth_N, parent_N = (
+        np.asarray(column[0])[: int(tree.count_B[0])].tolist() for column in (tree.token_BN, tree.depth_BN, tree.parent_BN)
+    )
+    return RoundTrace(
+        start=int(state.length_B[0]) - accepted,
+        token_ids=token_N,
+        depths=depth_N,
+        parents=parent_N,
+        accepted=np.asarray(state.last.path_BT[0])[:accepted].tolist(),
+    )
+
+
+def _check_pair(
+    target: KimiConfig, drafter: DFlashConfig | None, max_length: Any, tokenizer: Tokenizer | None
+) -> None:
+    if not isinstance(max_length, int) or not 2 <= max_length <= target.max_position_embeddings:
+        raise ValueError(
+            f"max_length is {max_length!r}; allowed is an integer from 2 to {target.max_position_embeddings} "
+            "(the target's max_position_embeddings)"
+        )
+    if tokenizer is not None and tokenizer.vocab_size > target.vocab_size:
+        raise ValueError(f"tokenizer has {tokenizer.vocab_size} ids; the target allows {target.vocab_size}")
+    if drafter is None:
+        return
+    for name, needed in (
+        ("vocab_size", target.vocab_size),
+        ("hidden_size", target.hidden_size),
+        ("num_target_layers", target.num_hidden_layers),
+    ):
+        if getattr(drafter, name) != needed:
+            raise ValueError(f"drafter: {name} is {getattr(drafter, name)}; this target allows {needed}")

@@ -1,0 +1,266 @@
+"""Kimi K2.6's text model (DeepSeek-V3 type) as Flax modules: multi-head latent attention in absorbed form, INT4 experts.
+
+Formulas follow the published ``modeling_deepseek.py``. A call reads the latent cache and returns the new rows; it never
+writes: whoever calls decides which rows are kept.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int32
+
+from ddtree_jax.config import INT4_GROUP_SIZE, KimiConfig
+from ddtree_jax.layers import Layer, gain, gated_mlp, rms_norm, rotate
+from ddtree_jax.pallas.int4_moe import ExpertWeights, int4_moe
+from ddtree_jax.pallas.tree_mla import tree_mla
+from ddtree_jax.quant import NIBBLES
+from ddtree_jax.sharding import ArrayInfo, Parameters
+
+
+class TargetOutput(NamedTuple):
+    """What one pass over T tokens gives.
+
+    ``rows`` has an array [B, T, W] a layer, to be appended to the cache; ``experts`` the chosen expert numbers
+    [B * T, X] of each MoE layer.
+    """
+
+    hidden_BTD: Float[Array, "B T D"]
+    features_BTY: Float[Array, "B T Y"]
+    rows: list[Float[Array, "B T W"]]
+    experts: list[Int32[Array, "tokens X"]]
+
+
+class Attention(Layer):
+    """Multi-head latent attention. Keys and values are never expanded: queries move into the latent space instead."""
+
+    @staticmethod
+    def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
+        D, H, A, C = config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
+        P, R, U = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        return {
+            "q_a_DA": ArrayInfo((D, A), (None, None)),
+            "q_norm_A": gain(A),
+            "q_b_AHO": ArrayInfo((A, H, P + R), (None, "heads", None)),
+            "kv_a_DW": ArrayInfo((D, C + R), (None, None)),
+            "kv_norm_C": gain(C),
+            "key_up_HPC": ArrayInfo((H, P, C), ("heads", None, None)),
+            "value_up_HUC": ArrayInfo((H, U, C), ("heads", None, None)),
+            "o_HUD": ArrayInfo((H, U, D), ("heads", None, None)),
+        }
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        positions_BT: Int32[Array, "B T"],
+        visible_BTt: Bool[Array, "B T T"],
+        length_B: Int32[Array, "B"],
+        cache_BSW: Float[Array, "B S W"],
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T W"]]:
+        config = self.config
+        q_BTA = rms_norm(jnp.einsum("BTD,DA->BTA", x_BTD, self.q_a_DA[...]), self.q_norm_A[...], config.latent_norm_eps)
+        q_BTHO = jnp.einsum("BTA,AHO->BTHO", q_BTA, self.q_b_AHO[...])
+        q_BTHP, q_BTHR = jnp.split(q_BTHO, [config.qk_nope_head_dim], axis=-1)
+        q_BTHC = jnp.einsum("BTHP,HPC->BTHC", q_BTHP, self.key_up_HPC[...])
+        q_BTHR = rotate(q_BTHR, positions_BT, config.rope, interleaved=True, amplitude=config.rope.amplitude)
+
+        kv_BTW = jnp.einsum("BTD,DW->BTW", x_BTD, self.kv_a_DW[...])
+        latent_BTC, key_BTR = jnp.split(kv_BTW, [config.kv_lora_rank], axis=-1)
+        latent_BTC = rms_norm(latent_BTC, self.kv_norm_C[...], config.latent_norm_eps)
+        key_BT1R = rotate(
+            key_BTR[:, :, None], positions_BT, config.rope, interleaved=True, amplitude=config.rope.amplitude
+        )
+        rows_BTW = jnp.concatenate([latent_BTC, key_BT1R[:, :, 0]], axis=-1)
+
+        attended_BTHC = tree_mla(
+            jnp.concatenate([q_BTHC, q_BTHR], axis=-1),
+            cache_BSW,
+            rows_BTW,
+            length_B,
+            visible_BTt,
+            num_latent=config.kv_lora_rank,
+            scale=config.softmax_scale,
+        )
+        value_BTHU = jnp.einsum("BTHC,HUC->BTHU", attended_BTHC, self.value_up_HUC[...])
+        return jnp.einsum("BTHU,HUD->BTD", value_BTHU, self.o_HUD[...]), rows_BTW
+
+
+class Router(Layer):
+    """Sigmoid scores in float32; the bias takes part in the choice alone, never in the weights."""
+
+    @staticmethod
+    def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
+        return {
+            "router_ED": ArrayInfo((config.n_routed_experts, config.hidden_size), (None, None)),
+            "router_bias_E": ArrayInfo((config.n_routed_experts,), (None,), jnp.float32, deviation=0.0),
+        }
+
+    def __call__(self, x_TD: Float[Array, "T D"]) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
+        logits_TE = jnp.einsum("TD,ED->TE", x_TD.astype(jnp.float32), self.router_ED[...].astype(jnp.float32))
+        score_TE = jax.nn.sigmoid(logits_TE)
+        _, expert_TX = jax.lax.top_k(score_TE + self.router_bias_E[...][None], self.config.num_experts_per_tok)
+        weight_TX = jnp.take_along_axis(score_TE, expert_TX, axis=1)
+        weight_TX = weight_TX / (jnp.sum(weight_TX, axis=1, keepdims=True) + 1e-20)
+        return expert_TX, weight_TX * self.config.routed_scaling_factor
+
+
+class Experts(Layer):
+    """Routed experts, packed INT4 as they lie in the checkpoint."""
+
+    @staticmethod
+    def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
+        E, D, F = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        gate_up_axes = ("experts", None, "expert_width", None)
+        down_axes = ("experts", None, "expert_width")
+        scale = {"dtype": jnp.bfloat16, "mean": 0.01, "deviation": 0.001}
+        return {
+            "gate_up_E2FI": ArrayInfo((E, 2, F, D // NIBBLES), gate_up_axes, jnp.int32),
+            "gate_up_scale_E2FG": ArrayInfo((E, 2, F, D // INT4_GROUP_SIZE), gate_up_axes, **scale),
+            "down_EDI": ArrayInfo((E, D, F // NIBBLES), down_axes, jnp.int32),
+            "down_scale_EDG": ArrayInfo((E, D, F // INT4_GROUP_SIZE), down_axes, **scale),
+        }
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], expert_TX: Int32[Array, "T X"], weight_TX: Float[Array, "T X"]
+    ) -> Float[Array, "T D"]:
+        weights = ExpertWeights(*(getattr(self, name)[...] for name in ExpertWeights._fields))
+        return int4_moe(x_TD, expert_TX, weight_TX, weights)
+
+
+class DenseMLP(Layer):
+    """Feed-forward part of the first layers."""
+
+    @staticmethod
+    def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
+        return _mlp_parameters("", config.hidden_size, config.intermediate_size)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return gated_mlp(x_BTD, self.gate_DF[...], self.up_DF[...], self.down_FD[...])
+
+
+class SharedExpert(Layer):
+    """The expert that every token passes; ``n_shared_experts`` of them are one of that many times the width."""
+
+    @staticmethod
+    def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
+        width = config.moe_intermediate_size * config.n_shared_experts
+        return _mlp_parameters("shared_", config.hidden_size, width)
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return gated_mlp(x_BTD, self.shared_gate_DF[...], self.shared_up_DF[...], self.shared_down_FD[...])
+
+
+def _mlp_parameters(prefix: str, D: int, F: int) -> dict[str, ArrayInfo]:
+    return {
+        f"{prefix}gate_DF": ArrayInfo((D, F), (None, "width")),
+        f"{prefix}up_DF": ArrayInfo((D, F), (None, "width")),
+        f"{prefix}down_FD": ArrayInfo((F, D), ("width", None)),
+    }
+
+
+class Block(Layer):
+    """One decoder layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))`` or the mixture of experts."""
+
+    def __init__(self, config: KimiConfig, layer: int, arrays: Mapping[str, Array]):
+        super().__init__(config, arrays)
+        self.attention = Attention(config, arrays)
+        self.is_dense = config.is_dense(layer)
+        if self.is_dense:
+            self.mlp = DenseMLP(config, arrays)
+        else:
+            self.router = Router(config, arrays)
+            self.experts = Experts(config, arrays)
+            self.shared = SharedExpert(config, arrays)
+
+    @staticmethod
+    def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
+        return {"input_norm_D": gain(config.hidden_size), "post_attention_norm_D": gain(config.hidden_size)}
+
+    def feed_forward(self, x_BTD: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], list[Array]]:
+        """Output for the normed input, and the expert numbers if this layer has experts."""
+        if self.is_dense:
+            return self.mlp(x_BTD), []
+        x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        expert_TX, weight_TX = self.router(x_TD)
+        routed_TD = self.experts(x_TD, expert_TX, weight_TX)
+        return routed_TD.reshape(x_BTD.shape) + self.shared(x_BTD), [expert_TX]
+
+    def __call__(self, x_BTD: Array, positions_BT: Array, visible_BTt: Array, length_B: Array, cache_BSW: Array):
+        eps = self.config.rms_norm_eps
+        with jax.named_scope("attention"):
+            normed_BTD = rms_norm(x_BTD, self.input_norm_D[...], eps)
+            attended_BTD, rows_BTW = self.attention(normed_BTD, positions_BT, visible_BTt, length_B, cache_BSW)
+            x_BTD = x_BTD + attended_BTD
+        with jax.named_scope("feed_forward"):
+            y_BTD, experts = self.feed_forward(rms_norm(x_BTD, self.post_attention_norm_D[...], eps))
+        return x_BTD + y_BTD, rows_BTW, experts
+
+
+class Kimi(Layer):
+    """The target. ``capture`` names the layers whose outputs, concatenated, are the drafter's features."""
+
+    def __init__(self, config: KimiConfig, arrays: Mapping[str, Mapping[str, Array]], capture: tuple[int, ...] = ()):
+        super().__init__(config, {**arrays["embed"], **arrays["head"]})
+        self.capture = capture
+        self.blocks = nnx.List(
+            Block(config, layer, arrays[f"layer_{layer}"]) for layer in range(config.num_hidden_layers)
+        )
+
+    @staticmethod
+    def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
+        V, D = config.vocab_size, config.hidden_size
+        return {
+            "embedding_VD": ArrayInfo((V, D), ("vocab", None)),
+            "norm_D": gain(D),
+            "unembedding_VD": ArrayInfo((V, D), ("vocab", None)),
+        }
+
+    def embed(self, token_ids_BT: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
+        return self.embedding_VD[...][token_ids_BT]
+
+    def unembed(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits, float32."""
+        return jnp.einsum("BTD,VD->BTV", hidden_BTD, self.unembedding_VD[...]).astype(jnp.float32)
+
+    def init_cache(self, batch: int, num_slots: int) -> list[Float[Array, "B S W"]]:
+        """An empty latent cache: 1 array a layer, [B, S, C + R] in the compute dtype."""
+        width = self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        dtype = self.embedding_VD[...].dtype
+        return [jnp.zeros((batch, num_slots, width), dtype) for _ in self.blocks]
+
+    def __call__(
+        self,
+        token_ids_BT: Int32[Array, "B T"],
+        positions_BT: Int32[Array, "B T"],
+        visible_BTt: Bool[Array, "B T T"],
+        length_B: Int32[Array, "B"],
+        cache: list[Float[Array, "B S W"]],
+    ) -> TargetOutput:
+        """One pass over T tokens behind the committed prefix of ``length_B`` slots. See `TargetOutput`."""
+        x_BTD = self.embed(token_ids_BT)
+        captured, rows, experts = {}, [], []
+        for layer, block in enumerate(self.blocks):
+            with jax.named_scope(f"layer_{layer}"):
+                x_BTD, rows_BTW, chosen = block(x_BTD, positions_BT, visible_BTt, length_B, cache[layer])
+            captured[layer] = x_BTD
+            rows.append(rows_BTW)
+            experts.extend(chosen)
+        empty_BTY = jnp.zeros((*x_BTD.shape[:2], 0), x_BTD.dtype)
+        features_BTY = jnp.concatenate([empty_BTY, *(captured[layer] for layer in self.capture)], axis=-1)
+        return TargetOutput(rms_norm(x_BTD, self.norm_D[...], self.config.rms_norm_eps), features_BTY, rows, experts)
+
+
+def parameters(config: KimiConfig) -> Parameters:
+    """Every parameter of the target, by part: "embed", "layer_0", ..., "head"."""
+    whole = Kimi.parameters(config)
+    tree = {"embed": {"embedding_VD": whole["embedding_VD"]}}
+    for layer in range(config.num_hidden_layers):
+        feed_forward = (DenseMLP,) if config.is_dense(layer) else (Router, Experts, SharedExpert)
+        modules = (Block, Attention, *feed_forward)
+        tree[f"layer_{layer}"] = {
+            name: info for module in modules for name, info in module.parameters(config).items()
+        }
+    tree["head"] = {name: whole[name] for name in ("norm_D", "unembedding_VD")}
+    return tree

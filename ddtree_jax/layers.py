@@ -1,0 +1,95 @@
+"""What the target and the drafter have in common: parameter binding, RMSNorm, rotary positions, the gated MLP."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from ddtree_jax.config import RopeConfig
+from ddtree_jax.sharding import ArrayInfo
+
+
+class Layer(nnx.Module):
+    """A module whose parameters are the entries of ``parameters(config)``, taken by name out of a table of arrays."""
+
+    def __init__(self, config: Any, arrays: Mapping[str, Array]):
+        self.config = config
+        for name in self.parameters(config):
+            setattr(self, name, nnx.Param(arrays[name]))
+
+    @staticmethod
+    def parameters(config: Any) -> dict[str, ArrayInfo]:
+        raise NotImplementedError
+
+
+def gain(size: int) -> ArrayInfo:
+    """A norm's weight."""
+    return ArrayInfo((size,), (None,), mean=1.0, deviation=0.0)
+
+
+def rms_norm(x: Float[Array, "*rows D"], weight_D: Float[Array, "D"], eps: float) -> Float[Array, "*rows D"]:
+    """RMSNorm as published: normalised in float32, cast to the input's dtype, then multiplied by the weight."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * weight_D.reshape((1,) * (x.ndim - 1) + weight_D.shape)
+
+
+def gated_mlp(
+    x_BTD: Float[Array, "B T D"],
+    gate_DF: Float[Array, "D F"],
+    up_DF: Float[Array, "D F"],
+    down_FD: Float[Array, "F D"],
+) -> Float[Array, "B T D"]:
+    gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, gate_DF)
+    up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, up_DF)
+    return jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, down_FD)
+
+
+def rope_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
+    """Angular frequencies, float32 [dim / 2].
+
+    YaRN (arXiv 2309.00071, section 3.2): a dimension that turns more than ``beta_fast`` times over the original context
+    keeps its frequency, one that turns less than ``beta_slow`` times is slowed by ``factor``, a linear ramp lies between.
+    """
+    frequency = 1.0 / rope.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    if rope.factor <= 1.0:
+        return frequency.astype(np.float32)
+
+    def dimension_of(turns: float) -> float:
+        return dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension_of(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension_of(rope.beta_slow)), dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    return (frequency / rope.factor * ramp + frequency * (1 - ramp)).astype(np.float32)
+
+
+def rotate(
+    x: Float[Array, "B T heads R"],
+    positions_BT: Int32[Array, "B T"],
+    rope: RopeConfig,
+    *,
+    interleaved: bool,
+    amplitude: float = 1.0,
+) -> Float[Array, "B T heads R"]:
+    """Rotary embedding over the last axis. Pairs are (2i, 2i+1) if ``interleaved`` (DeepSeek), else (i, i + R/2).
+
+    Pairs stay where they are, so that queries and cached keys must be stored alike; scores do not depend on it.
+    """
+    frequency = rope_frequencies(rope, x.shape[-1])
+    angle = positions_BT.astype(jnp.float32)[..., None, None] * frequency[None, None, None]
+    cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
+    x32 = x.astype(jnp.float32)
+    if interleaved:
+        first, second = x32[..., 0::2], x32[..., 1::2]
+    else:
+        first, second = jnp.split(x32, 2, axis=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

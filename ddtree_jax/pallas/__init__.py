@@ -1,0 +1,1 @@
+"""Kernels and the plain-JAX references that define them. Arrays in, arrays out; no model, no tree."""

@@ -1,0 +1,208 @@
+"""What the target draws: filters, noise that depends on nothing but (seed, sequence, position), and arg max.
+
+A token is ``argmax(filter(logits / temperature) + gumbel(seed, sequence, position))``, which is a draw from the filtered
+softmax (Gumbel-max). The noise is a function of the absolute position of the token that is drawn, so that the same token
+comes out whichever node, tree, batch or mode asked for it. Greedy decoding is the case without noise.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+MAX_STOP_IDS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How a sequence is sampled and when it ends.
+
+    Filters apply in the order temperature, ``top_k`` (0: off), ``top_p``, ``min_p``, each to what the one before left, as
+    in ``transformers``; ``temperature`` 0 is greedy. ``stop_token_ids`` come on top of the model's own end-of-sequence ids;
+    ``stop`` are strings, which are cut from the text. Until ``min_new_tokens`` no stop id is drawn.
+
+    Raises:
+      ValueError: a value out of range, named.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high, what in (
+            ("temperature", 0.0, math.inf, "a finite number from 0"),
+            ("top_p", math.ulp(0.0), 1.0, "a number above 0, up to 1"),
+            ("min_p", 0.0, 1.0, "a number from 0 to 1"),
+        ):
+            value = getattr(self, name)
+            if not _is_number(value) or not low <= value <= high or math.isinf(value):
+                raise ValueError(f"{name} is {value!r}; allowed is {what}")
+        for name, low, high in (
+            ("top_k", 0, 2**31 - 1),
+            ("seed", 0, 2**32 - 1),
+            ("max_new_tokens", 1, 2**31 - 1),
+            ("min_new_tokens", 0, self.max_new_tokens),
+        ):
+            value = getattr(self, name)
+            if not _is_integer(value) or not low <= value <= high:
+                raise ValueError(f"{name} is {value!r}; allowed is an integer from {low} to {high}")
+        _check_sequence("stop_token_ids", self.stop_token_ids, _is_integer, "integers")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop is {self.stop!r}; allowed is a list of strings, not a string")
+        _check_sequence("stop", self.stop, lambda text: isinstance(text, str) and text != "", "non-empty strings")
+        if not isinstance(self.logprobs, bool):
+            raise ValueError(f"logprobs is {self.logprobs!r}; allowed are True and False")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _check_sequence(name: str, values: Any, is_allowed: Any, what: str) -> None:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not all(map(is_allowed, values)):
+        raise ValueError(f"{name} is {values!r}; allowed is a list of {what}")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class SamplingArrays:
+    """`SamplingParams` of a batch on the device. ``stop_BZ`` is filled up with -1; ``sequence_B`` numbers the prompts."""
+
+    temperature_B: Float[Array, "B"]
+    top_k_B: Int32[Array, "B"]
+    top_p_B: Float[Array, "B"]
+    min_p_B: Float[Array, "B"]
+    seed_B: UInt32[Array, "B"]
+    sequence_B: Int32[Array, "B"]
+    max_new_tokens_B: Int32[Array, "B"]
+    min_new_tokens_B: Int32[Array, "B"]
+    stop_BZ: Int32[Array, "B Z"]
+
+    @classmethod
+    def stack(cls, params: Sequence[SamplingParams], eos_token_ids: Sequence[int], room: Sequence[int]) -> Self:
+        """Arrays for a batch; ``room`` is the most new tokens that each sequence has space for."""
+        stop_BZ = np.full((len(params), MAX_STOP_IDS), -1, np.int32)
+        for row, one in zip(stop_BZ, params, strict=True):
+            ids = [*dict.fromkeys((*eos_token_ids, *one.stop_token_ids))]
+            if len(ids) > MAX_STOP_IDS:
+                raise ValueError(f"stop_token_ids and the model's own are {len(ids)}; allowed are {MAX_STOP_IDS}")
+            row[: len(ids)] = ids
+        most = [min(one.max_new_tokens, space) for one, space in zip(params, room, strict=True)]
+        return cls(
+            temperature_B=np.array([one.temperature for one in params], np.float32),
+            top_k_B=np.array([one.top_k for one in params], np.int32),
+            top_p_B=np.array([one.top_p for one in params], np.float32),
+            min_p_B=np.array([one.min_p for one in params], np.float32),
+            seed_B=np.array([one.seed for one in params], np.uint32),
+            sequence_B=np.arange(len(params), dtype=np.int32),
+            max_new_tokens_B=np.array(most, np.int32),
+            min_new_tokens_B=np.array([one.min_new_tokens for one in params], np.int32),
+            stop_BZ=stop_BZ,
+        )
+
+
+def filtered(logits_V: Float[Array, "V"], top_k: Array, top_p: Array, min_p: Array) -> Float[Array, "V"]:
+    """Logits (already divided by the temperature) with what the filters remove at -inf.
+
+    All three filters keep the tokens above some logit, equal ones together, so that one threshold serves.
+    """
+    descending_V = -jnp.sort(-logits_V)
+    rank_V = jnp.arange(logits_V.shape[0], dtype=jnp.int32)
+    last = jnp.where(top_k > 0, jnp.minimum(top_k, logits_V.shape[0]), logits_V.shape[0]) - 1
+    at_least = descending_V[last]
+    kept_V = jnp.where(descending_V >= at_least, descending_V, -jnp.inf)
+    probability_V = jax.nn.softmax(kept_V)
+    # A token stays if those before it do not yet reach top_p; the best one always stays.
+    stays_V = (jnp.cumsum(probability_V) - probability_V < top_p) | (rank_V == 0) | (top_p >= 1.0)
+    at_least = jnp.maximum(at_least, jnp.min(jnp.where(stays_V, kept_V, jnp.inf)))
+    at_least = jnp.maximum(at_least, descending_V[0] + jnp.log(min_p))
+    return jnp.where(logits_V >= at_least, logits_V, -jnp.inf)
+
+
+def noise(sampling: SamplingArrays, position_BT: Int32[Array, "B T"], vocab_size: int) -> Float[Array, "B T V"]:
+    """Gumbel noise for the tokens at absolute positions ``position_BT``."""
+
+    def draw(seed: Array, sequence: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), position)
+        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+
+    along_positions = jax.vmap(draw, in_axes=(None, None, 0))
+    return jax.vmap(along_positions)(sampling.seed_B, sampling.sequence_B, position_BT)
+
+
+def draw(
+    logits_BNV: Float[Array, "B N V"],
+    depth_BN: Int32[Array, "B N"],
+    length_B: Int32[Array, "B"],
+    num_tokens_B: Int32[Array, "B"],
+    sampling: SamplingArrays,
+    num_depths: int,
+) -> Int32[Array, "B N"]:
+    """Draws one token behind every node.
+
+    Args:
+      logits_BNV: float32.
+      depth_BN: depths of the nodes, below ``num_depths``. The node lies at position ``length_B + depth``.
+      num_tokens_B: how many tokens each sequence has emitted; the token behind depth d would be number ``num_tokens_B + d``.
+    """
+    logits_BNV = _without_stops(logits_BNV, num_tokens_B[:, None] + depth_BN, sampling)
+    greedy_BN = jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
+
+    def with_noise() -> Array:
+        vocab_size = logits_BNV.shape[-1]
+        temperature_B = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
+        scaled_BNV = logits_BNV / temperature_B[:, None, None]
+        is_filtered = (sampling.top_k_B > 0) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)
+        over_nodes = jax.vmap(filtered, in_axes=(0, None, None, None))
+        scaled_BNV = jax.lax.cond(
+            jnp.any(is_filtered),
+            lambda: jax.vmap(over_nodes)(scaled_BNV, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B),
+            lambda: scaled_BNV,
+        )
+        position_BT = length_B[:, None] + 1 + jnp.arange(num_depths, dtype=jnp.int32)[None]
+        noise_BTV = noise(sampling, position_BT, vocab_size)
+        noisy_BNV = scaled_BNV + jnp.take_along_axis(noise_BTV, depth_BN[..., None], axis=1)
+        sampled_BN = jnp.argmax(noisy_BNV, axis=-1).astype(jnp.int32)
+        return jnp.where(sampling.temperature_B[:, None] > 0, sampled_BN, greedy_BN)
+
+    return jax.lax.cond(jnp.any(sampling.temperature_B > 0), with_noise, lambda: greedy_BN)
+
+
+def _without_stops(logits_BNV: Array, number_BN: Array, sampling: SamplingArrays) -> Array:
+    """Stop ids at -inf where fewer than ``min_new_tokens`` tokens would stand before them."""
+    too_early_BN = number_BN < sampling.min_new_tokens_B[:, None]
+
+    def without() -> Array:
+        vocab_size = logits_BNV.shape[-1]
+        id_V = jnp.arange(vocab_size, dtype=jnp.int32)
+        is_stop_BV = jnp.any(sampling.stop_BZ[..., None] == id_V[None, None], axis=1)
+        return jnp.where(too_early_BN[..., None] & is_stop_BV[:, None], -jnp.inf, logits_BNV)
+
+    return jax.lax.cond(jnp.any(too_early_BN), without, lambda: logits_BNV)
+
+
+def is_stop(token_BT: Int32[Array, "B T"], sampling: SamplingArrays) -> Bool[Array, "B T"]:
+    return jnp.any(token_BT[..., None] == sampling.stop_BZ[:, None], axis=-1)
+
+
+def log_probability(logits_BNV: Float[Array, "B N V"], token_BN: Int32[Array, "B N"]) -> Float[Array, "B N"]:
+    """Log-probability of the drawn tokens under the target's own distribution, before temperature and filters."""
+    chosen_BN1 = jnp.take_along_axis(logits_BNV, token_BN[..., None], axis=-1)
+    return chosen_BN1[..., 0] - jax.nn.logsumexp(logits_BNV, axis=-1)
