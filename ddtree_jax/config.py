@@ -25,7 +25,7 @@ key/value head, Z the stop-id slots of a sequence. A lower-case letter is a seco
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 INT4_GROUP_SIZE = 32
 
@@ -120,7 +120,7 @@ class RopeConfig:
         return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any] | None, theta: float, where: str) -> Self:
+    def from_hf(cls, values: Mapping[str, Any] | None, theta: float, where: str) -> "RopeConfig":
         """Reads ``rope_scaling`` or ``rope_parameters``; either may spell the type ``type`` or ``rope_type``."""
         if not values:
             return cls(theta=theta)
@@ -186,7 +186,7 @@ class KimiConfig:
         return layer < self.first_k_dense_replace
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> Self:
+    def from_hf(cls, values: Mapping[str, Any]) -> "KimiConfig":
         """Reads a published ``config.json``: K2.5/K2.6 with ``text_config`` inside, or a bare text model.
 
         Raises:
@@ -328,7 +328,7 @@ class DFlashConfig:
         return self.block_size - 1
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> Self:
+    def from_hf(cls, values: Mapping[str, Any]) -> "DFlashConfig":
         """Reads a drafter's ``config.json`` with ``rope_scaling`` or ``rope_parameters``; errors as in ``KimiConfig``."""
         where = "drafter config.json"
         if not isinstance(values, Mapping):
@@ -360,7 +360,9 @@ class DFlashConfig:
             sliding_layers=tuple(_is_sliding(kind, f"{where}: layer_types") for kind in layer_types),
             sliding_window=attributes.take("sliding_window", int, None),
         )
-        attributes.require("use_sliding_window", any(config.sliding_layers), True, False)
+        if any(config.sliding_layers):
+            attributes.require("use_sliding_window", True)
+        attributes.take("use_sliding_window", bool, False)
         attributes.finish()
         config._check(where)
         return config

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ddtree_jax import checkpoint, decode, dflash, kimi, sharding
+from ddtree_jax.completion import Completion, IdStream, RoundTrace, Stats, TextStream, cut_at_stop
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.decode import DecodeConfig, Models, Plan, State
 from ddtree_jax.prompts import Prompt, check_token_ids, read_prompts
@@ -27,48 +28,6 @@ STREAM_ROUNDS = 4
 """Rounds between two returns to the host while streaming."""
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stats:
-    """What a completion cost.
-
-    ``accepted_lengths`` are the tokens that each round committed, before a stop or the limit cut them; the first token comes
-    from prefill, so that their sum is the number of tokens - 1, or more if the last round was cut. ``target_passes`` counts
-    prefill chunks and rounds. Seconds are those of the whole batch.
-    """
-
-    rounds: int
-    accepted_lengths: list[int]
-    target_passes: int
-    prefill_seconds: float
-    decode_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
-    """New tokens of one prompt.
-
-    ``token_ids`` end with the stop id if one was drawn; ``text`` (None without a tokenizer) leaves it out, as it leaves out a
-    stop string. ``logprobs`` belong to ``token_ids``, under the target's distribution before filters.
-    """
-
-    token_ids: list[int]
-    text: str | None
-    finish_reason: Literal["stop", "length"]
-    logprobs: list[float] | None
-    stats: Stats
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundTrace:
-    """One round of one sequence: its tree (node 0 is the root), and the accepted path from the root down."""
-
-    start: int
-    token_ids: list[int]
-    depths: list[int]
-    parents: list[int]
-    accepted: list[int]
 
 
 class Engine:
@@ -108,7 +67,7 @@ class Engine:
         dtype: str = "bfloat16",
         drafter_rope_amplitude: float | None = None,
         drafter_sliding_causal: bool = True,
-    ) -> Self:
+    ) -> "Engine":
         """Loads converted checkpoints (`checkpoints_tools.convert`).
 
         Args:
@@ -310,32 +269,21 @@ class Engine:
             return state
         finish_B = np.array(state.finish_B)
         for index, params in enumerate(job.params):
-            if finish_B[index] == decode.RUNNING and self._cut(params, _token_ids(state, index)).stopped:
+            if finish_B[index] != decode.RUNNING:
+                continue
+            if cut_at_stop(_token_ids(state, index), False, params.stop, self.tokenizer).at_string:
                 finish_B[index] = decode.STOPPED
         return replace(state, finish_B=self._put(finish_B))
-
-    def _cut(self, params: SamplingParams, token_ids: list[int], ended_by_id: bool = False) -> "_Cut":
-        """Text without the stop id, both cut at the first stop string."""
-        if self.tokenizer is None:
-            return _Cut(token_ids, None, False)
-        shown = token_ids[:-1] if ended_by_id else token_ids
-        text = self.tokenizer.decode(shown)
-        found = [at for stop in params.stop if (at := text.find(stop)) >= 0]
-        if not found:
-            return _Cut(token_ids, text, False)
-        needed = min(at + len(stop) for stop in params.stop if (at := text.find(stop)) == min(found))
-        num_ids = next(n for n in range(1, len(shown) + 1) if len(self.tokenizer.decode(shown[:n])) >= needed)
-        return _Cut(token_ids[:num_ids], text[: min(found)], True)
 
     def _completion(self, job: "_Job", progress: "_Progress", index: int) -> Completion:
         state, params = progress.state, job.params[index]
         ended_by_id = int(state.finish_B[index]) == decode.STOPPED and self._ends_with_stop(job, state, index)
-        cut = self._cut(params, _token_ids(state, index), ended_by_id)
+        cut = cut_at_stop(_token_ids(state, index), ended_by_id, params.stop, self.tokenizer)
         num_rounds = int(state.num_rounds_B[index])
         return Completion(
             token_ids=cut.token_ids,
             text=cut.text,
-            finish_reason="stop" if ended_by_id or cut.stopped else "length",
+            finish_reason="stop" if ended_by_id or cut.at_string else "length",
             logprobs=np.asarray(state.logprobs_BM[index])[: len(cut.token_ids)].tolist() if params.logprobs else None,
             stats=Stats(
                 rounds=num_rounds,
@@ -350,27 +298,13 @@ class Engine:
         return _token_ids(state, index)[-1] in np.asarray(job.sampling.stop_BZ[index]).tolist()
 
     def _pieces(self, job: "_Job") -> Iterator[str | list[int]]:
-        """What each slice adds. Text that may turn out to begin a stop string is held back."""
-        is_text, params = job.prompts[0].is_text, job.params[0]
-        decoder = self.tokenizer.stream_decoder() if is_text else None
-        hold = max((len(stop) for stop in params.stop), default=1) - 1
-        pushed, text, sent = 0, "", 0
+        """What each slice adds."""
+        sent = TextStream(self.tokenizer, job.params[0].stop) if job.prompts[0].is_text else IdStream()
         for progress in self._run(job, STREAM_ROUNDS):
-            done = self._completion(job, progress, 0)
-            if decoder is None:
-                if len(done.token_ids) > sent:
-                    yield done.token_ids[sent:]
-                sent = len(done.token_ids)
-                continue
-            token_ids = done.token_ids
-            finished = int(progress.state.finish_B[0]) != decode.RUNNING
-            if not finished:
-                text += decoder.push(token_ids[pushed:])
-                pushed = len(token_ids)
-            whole = done.text if finished or done.finish_reason == "stop" else text[: max(len(text) - hold, sent)]
-            if len(whole) > sent:
-                yield whole[sent:]
-            sent = len(whole)
+            is_running = int(progress.state.finish_B[0]) == decode.RUNNING
+            piece = sent.advance(self._completion(job, progress, 0), is_running)
+            if piece:
+                yield piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,15 +326,6 @@ class _Progress:
     num_chunks: int
     prefill_seconds: float
     decode_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Ids and text up to the first stop string, and whether there was one."""
-
-    token_ids: list[int]
-    text: str | None
-    stopped: bool
 
 
 def _token_ids(state: State, index: int) -> list[int]:

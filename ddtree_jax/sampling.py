@@ -8,7 +8,7 @@ comes out whichever node, tree, batch or mode asked for it. Greedy decoding is t
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ class SamplingArrays:
     stop_BZ: Int32[Array, "B Z"]
 
     @classmethod
-    def stack(cls, params: Sequence[SamplingParams], eos_token_ids: Sequence[int], room: Sequence[int]) -> Self:
+    def stack(cls, params: Sequence[SamplingParams], eos_token_ids: Sequence[int], room: Sequence[int]) -> "SamplingArrays":
         """Arrays for a batch; ``room`` is the most new tokens that each sequence has space for."""
         stop_BZ = np.full((len(params), MAX_STOP_IDS), -1, np.int32)
         for row, one in zip(stop_BZ, params, strict=True):

@@ -1,0 +1,207 @@
+"""Converted folders: restored as asked on any mesh, finished or refused, never half taken for whole."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints_tools.convert import convert
+from ddtree_jax import checkpoint, dflash, kimi
+from ddtree_jax.config import DFlashConfig, KimiConfig
+from ddtree_jax.sharding import make_mesh, sharding_of
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def quiet(part, done, total, num_bytes):
+    pass
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    out = tmp_path_factory.mktemp("target") / "out"
+    convert(GOLDEN / "target", out, quiet)
+    return out
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    convert(GOLDEN / "drafter", tmp_path / "drafter", quiet)
+    return tmp_path / "drafter"
+
+
+def target_parameters(out):
+    return kimi.parameters(KimiConfig.from_hf(checkpoint.read_metadata(out, "kimi").config))
+
+
+def drafter_parameters():
+    return dflash.parameters(DFlashConfig.from_hf(json.loads((GOLDEN / "drafter/config.json").read_text())))
+
+
+def load_drafter(out, parameters=None):
+    return checkpoint.load(out, parameters or drafter_parameters(), make_mesh(None), jnp.bfloat16)
+
+
+def leaves(arrays):
+    return {(part, name): array for part, table in arrays.items() for name, array in table.items()}
+
+
+def contents(out):
+    """Name, bytes and time of change of every file."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.rglob("*") if path.is_file()}
+
+
+def test_compute_dtype_is_given_to_the_parameters_without_one(target):
+    parameters = target_parameters(target)
+    stored = leaves(checkpoint.load(target, parameters, make_mesh(None), jnp.bfloat16))
+    wide = leaves(checkpoint.load(target, parameters, make_mesh(None), jnp.float32))
+    for key, info in leaves(parameters).items():
+        assert stored[key].dtype == (info.dtype or jnp.bfloat16) and wide[key].dtype == (info.dtype or jnp.float32)
+        np.testing.assert_array_equal(np.asarray(wide[key]), np.asarray(stored[key]).astype(wide[key].dtype))
+
+
+def test_eight_devices_hold_what_one_holds(target):
+    parameters, mesh = target_parameters(target), make_mesh("expert=4,tensor=2")
+    whole = leaves(checkpoint.load(target, parameters, make_mesh(None), jnp.bfloat16))
+    split = leaves(checkpoint.load(target, parameters, mesh, jnp.bfloat16))
+    for key, info in leaves(parameters).items():
+        assert split[key].sharding.is_equivalent_to(sharding_of(info, mesh, key[1]), len(info.shape))
+        np.testing.assert_array_equal(np.asarray(split[key]), np.asarray(whole[key]))
+    assert split["layer_1", "gate_up_E2FI"].addressable_shards[0].data.shape == (4, 2, 32, 16)
+
+
+def test_metadata_survives_its_file_and_names_the_source(target):
+    metadata = checkpoint.read_metadata(target)
+    assert checkpoint.Metadata.from_json(metadata.to_json()) == metadata
+    assert metadata.config == json.loads((GOLDEN / "target/config.json").read_text())
+    assert set(metadata.source_files) == {path.name for path in (GOLDEN / "target").iterdir()}
+    for name, identity in metadata.source_files.items():
+        assert identity["bytes"] == (GOLDEN / "target" / name).stat().st_size
+
+
+def test_tokenizer_files_travel_with_the_model(tmp_path):
+    shutil.copytree(GOLDEN / "drafter", tmp_path / "source", copy_function=shutil.copyfile)
+    (tmp_path / "source/tiktoken.model").write_bytes(b"IQ== 0\n")
+    (tmp_path / "source/tokenizer_config.json").write_text("{}")
+    metadata = convert(tmp_path / "source", tmp_path / "out", quiet)
+    assert (tmp_path / "out/tiktoken.model").read_bytes() == b"IQ== 0\n"
+    assert (tmp_path / "out/tokenizer_config.json").read_text() == "{}"
+    assert "tiktoken.model" in metadata.source_files
+
+
+def test_finished_output_is_left_alone(drafter, capsys):
+    before = contents(drafter)
+    convert(GOLDEN / "drafter", drafter)
+    assert contents(drafter) == before
+    assert "already holds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", ["target", "drafter_sliding"])
+def test_output_of_another_model_is_refused(drafter, other):
+    before = contents(drafter)
+    with pytest.raises(ValueError, match=f"{drafter}/metadata.json belongs to another source .*config"):
+        convert(GOLDEN / other, drafter)
+    assert contents(drafter) == before
+
+
+def test_new_weights_of_the_same_size_are_noticed(tmp_path, drafter):
+    shutil.copytree(GOLDEN / "drafter", tmp_path / "source", copy_function=shutil.copyfile)
+    weights = bytearray((tmp_path / "source/model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "source/model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match="belongs to another source .other source_files."):
+        convert(tmp_path / "source", drafter)
+
+
+def test_folder_with_something_else_in_it_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("unsaved")
+    with pytest.raises(ValueError, match="holds thesis.tex, which no unfinished conversion"):
+        convert(GOLDEN / "drafter", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("num_written", [1, 5])
+def test_interrupted_conversion_is_no_checkpoint_until_it_is_run_again(tmp_path, drafter, num_written):
+    out = tmp_path / "out"
+
+    def interrupt(part, done, total, num_bytes):
+        if done == num_written:
+            # What a death in the middle of the next part leaves behind.
+            (out / "layer_1.orbax-checkpoint-tmp").mkdir()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(GOLDEN / "drafter", out, interrupt)
+    with pytest.raises(ValueError, match="out has no metadata.json: an unfinished conversion"):
+        load_drafter(out)
+    convert(GOLDEN / "drafter", out, quiet)
+    whole, again = leaves(load_drafter(drafter)), leaves(load_drafter(out))
+    assert whole.keys() == again.keys()
+    assert all(np.array_equal(again[key], array) for key, array in whole.items())
+
+
+def test_metadata_before_all_parts_is_refused(tmp_path, drafter):
+    shutil.rmtree(drafter / "layer_1")
+    with pytest.raises(ValueError, match="parts layer_1 are not saved"):
+        checkpoint.write_metadata(drafter, checkpoint.read_metadata(drafter))
+
+
+def edit_metadata(out, **changes):
+    values = json.loads((out / "metadata.json").read_text())
+    (out / "metadata.json").write_text(json.dumps(values | changes))
+
+
+@pytest.mark.parametrize(
+    "spoil, complaint",
+    [
+        (shutil.rmtree, "is not a folder; a converted checkpoint is needed"),
+        (lambda out: [shutil.rmtree(out), out.mkdir()], "has no metadata.json; a converted checkpoint is needed"),
+        (lambda out: (out / "metadata.json").unlink(), "has no metadata.json: an unfinished conversion"),
+        (lambda out: edit_metadata(out, format_version=2), "metadata.json: format_version is 2; this version reads 1"),
+        (lambda out: edit_metadata(out, kind="llama"), "metadata.json: kind is 'llama'; allowed: 'kimi', 'dflash'"),
+        (lambda out: edit_metadata(out, color="red"), "metadata.json: has arrays, color, .* are needed"),
+        (lambda out: (out / "metadata.json").write_text("{"), "metadata.json: Expecting"),
+        (lambda out: shutil.rmtree(out / "layer_2"), "drafter/layer_2 can't be read; convert again"),
+    ],
+)
+def test_bad_checkpoint_is_refused_by_name(drafter, spoil, complaint):
+    spoil(drafter)
+    with pytest.raises(ValueError, match=complaint) as error:
+        load_drafter(drafter)
+    assert str(drafter) in str(error.value)
+
+
+def test_damaged_part_is_refused_by_name(drafter):
+    # The part with a single array: of several, Orbax leaves the others' reads behind, to complain from their threads.
+    for path in (drafter / "head").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:5])
+    with pytest.raises(ValueError, match="drafter/head can't be read; convert again"):
+        load_drafter(drafter)
+
+
+def test_other_kind_of_model_and_unconverted_source_are_refused(target):
+    with pytest.raises(ValueError, match="out holds a 'kimi' model; 'dflash' is needed here"):
+        checkpoint.read_metadata(target, "dflash")
+    with pytest.raises(ValueError, match="drafter is a Hugging Face checkpoint; convert it first"):
+        checkpoint.read_metadata(GOLDEN / "drafter")
+
+
+def test_arrays_that_are_not_the_models_are_all_named(drafter):
+    parameters = drafter_parameters()
+    parameters["layer_0"]["extra_D"] = parameters["layer_0"]["input_norm_D"]
+    del parameters["layer_1"]["k_norm_R"]
+    parameters["layer_2"]["gate_DF"] = dataclasses.replace(parameters["layer_2"]["gate_DF"], shape=(128, 319))
+    parameters["head"]["norm_D"] = dataclasses.replace(parameters["head"]["norm_D"], dtype=jnp.float32)
+    with pytest.raises(ValueError) as error:
+        load_drafter(drafter, parameters)
+    assert str(error.value).splitlines() == [
+        f"{drafter}:",
+        "  layer_0/extra_D is missing; bfloat16[128] is needed",
+        "  layer_1/k_norm_R is there, but the model has no such parameter",
+        "  layer_2/gate_DF is bfloat16[128, 320]; bfloat16[128, 319] is needed",
+        "  head/norm_D is bfloat16[128]; float32[128] is needed",
+    ]
