@@ -149,9 +149,7 @@ def _check_tensor(
         yield f"{name} in {entry.file} has dtype {entry.dtype}; {' or '.join(dtypes)} is needed"
 
 
-def _write_parts(
-    out: Path, parameters: Parameters, key_map: KeyMap, tensors: TensorSource, progress: Progress
-) -> None:
+def _write_parts(out: Path, parameters: Parameters, key_map: KeyMap, tensors: TensorSource, progress: Progress) -> None:
     num_bytes = 0
     for done, (part, infos) in enumerate(parameters.items(), 1):
         pieces = key_map.pieces[part]

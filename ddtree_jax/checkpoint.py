@@ -82,9 +82,7 @@ class Metadata:
 def stored_arrays(parameters: Parameters) -> dict[str, dict[str, StoredArray]]:
     """How the parameters of a model are stored."""
     return {
-        part: {
-            name: StoredArray(info.shape, np.dtype(info.dtype or STORED_DTYPE).name) for name, info in infos.items()
-        }
+        part: {name: StoredArray(info.shape, np.dtype(info.dtype or STORED_DTYPE).name) for name, info in infos.items()}
         for part, infos in parameters.items()
     }
 

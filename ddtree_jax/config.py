@@ -271,7 +271,7 @@ def _check_quantization(values: Mapping[str, Any], where: str) -> None:
     attributes.finish()
     if len(groups) != 1:
         raise ConfigError(f"{where}: config_groups has {len(groups)} groups; exactly 1 is allowed")
-    (name, group), = groups.items()
+    ((name, group),) = groups.items()
     group = _Attributes(group, f"{where}: {name}", ("targets", "format"))
     group.require("input_activations", None)
     group.require("output_activations", None)
@@ -369,7 +369,9 @@ class DFlashConfig:
 
     def _check(self, where: str) -> None:
         if self.block_size < 2:
-            raise ConfigError(f"{where}: block_size is {self.block_size}; at least 2 is needed (the root and one draft)")
+            raise ConfigError(
+                f"{where}: block_size is {self.block_size}; at least 2 is needed (the root and one draft)"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"{where}: num_key_value_heads is {self.num_key_value_heads}; a divisor of num_attention_heads "
@@ -381,9 +383,7 @@ class DFlashConfig:
                 f"{self.num_hidden_layers}"
             )
         if any(self.sliding_layers) and (self.sliding_window is None or self.sliding_window < 1):
-            raise ConfigError(
-                f"{where}: sliding_window is {self.sliding_window}; sliding layers need at least 1"
-            )
+            raise ConfigError(f"{where}: sliding_window is {self.sliding_window}; sliding layers need at least 1")
         for layer in self.target_layer_ids:
             if not isinstance(layer, int) or not 0 <= layer < self.num_target_layers:
                 raise ConfigError(

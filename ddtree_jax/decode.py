@@ -32,7 +32,9 @@ class Target(Protocol):
 
     def unembed(self, hidden_BTD: Array) -> Array: ...
 
-    def __call__(self, token_ids_BT: Array, positions_BT: Array, visible_BTt: Array, length_B: Array, cache: Cache) -> Any:
+    def __call__(
+        self, token_ids_BT: Array, positions_BT: Array, visible_BTt: Array, length_B: Array, cache: Cache
+    ) -> Any:
         """An object with ``hidden_BTD``, ``features_BTY`` and ``rows``."""
 
 
@@ -65,7 +67,11 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}; allowed: {', '.join(map(repr, MODES))}")
-        if isinstance(self.budget, bool) or not isinstance(self.budget, int) or not 0 <= self.budget <= BUDGET_BUCKETS[-1]:
+        if (
+            isinstance(self.budget, bool)
+            or not isinstance(self.budget, int)
+            or not 0 <= self.budget <= BUDGET_BUCKETS[-1]
+        ):
             raise ValueError(f"budget is {self.budget!r}; allowed is an integer from 0 to {BUDGET_BUCKETS[-1]}")
 
 

@@ -1,6 +1,7 @@
 """The engine: loads a target and a drafter, and turns prompts into completions with one compiled loop a batch."""
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -129,8 +130,7 @@ class Engine:
         """
         job = self._job(read_prompts(prompts, self.tokenizer, thinking), sampling, decode)
         rounds = STREAM_ROUNDS if any(params.stop for params in job.params) else ALL_ROUNDS
-        for progress in self._run(job, rounds):
-            pass
+        progress = deque(self._run(job, rounds), maxlen=1).pop()
         return [self._completion(job, progress, index) for index in range(len(job.prompts))]
 
     def stream(
@@ -164,7 +164,9 @@ class Engine:
         """The target's teacher-forced logits, float32 [T, V]: row t is the prediction behind token t."""
         check_token_ids(token_ids, "token_ids", self._vocab_size, self.max_length, "max_length")
         with self._precision():
-            chunks = [self._unembed(self.models.target, hidden) for hidden in self._prefill_chunks([list(token_ids)])[1]]
+            chunks = [
+                self._unembed(self.models.target, hidden) for hidden in self._prefill_chunks([list(token_ids)])[1]
+            ]
         return np.concatenate([np.asarray(chunk[0]) for chunk in chunks])[: len(token_ids)]
 
     def draft(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -209,7 +211,9 @@ class Engine:
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             name = f"prompts[{index}]"
             most = self.max_length - 1
-            check_token_ids(prompt.token_ids, name, self._vocab_size, most, f"max_length {self.max_length}, less 1 new token")
+            check_token_ids(
+                prompt.token_ids, name, self._vocab_size, most, f"max_length {self.max_length}, less 1 new token"
+            )
             for token in one.stop_token_ids:
                 if not 0 <= token < self._vocab_size:
                     raise ValueError(f"stop_token_ids has {token}; allowed are 0 to {self._vocab_size - 1}")
@@ -339,7 +343,8 @@ def _trace(state: State) -> RoundTrace | None:
         return None
     tree = state.last.tree
     token_N, depth_N, parent_N = (
-        np.asarray(column[0])[: int(tree.count_B[0])].tolist() for column in (tree.token_BN, tree.depth_BN, tree.parent_BN)
+        np.asarray(column[0])[: int(tree.count_B[0])].tolist()
+        for column in (tree.token_BN, tree.depth_BN, tree.parent_BN)
     )
     return RoundTrace(
         start=int(state.length_B[0]) - accepted,
@@ -350,9 +355,7 @@ def _trace(state: State) -> RoundTrace | None:
     )
 
 
-def _check_pair(
-    target: KimiConfig, drafter: DFlashConfig | None, max_length: Any, tokenizer: Tokenizer | None
-) -> None:
+def _check_pair(target: KimiConfig, drafter: DFlashConfig | None, max_length: Any, tokenizer: Tokenizer | None) -> None:
     if not isinstance(max_length, int) or not 2 <= max_length <= target.max_position_embeddings:
         raise ValueError(
             f"max_length is {max_length!r}; allowed is an integer from 2 to {target.max_position_embeddings} "

@@ -259,8 +259,6 @@ def parameters(config: KimiConfig) -> Parameters:
     for layer in range(config.num_hidden_layers):
         feed_forward = (DenseMLP,) if config.is_dense(layer) else (Router, Experts, SharedExpert)
         modules = (Block, Attention, *feed_forward)
-        tree[f"layer_{layer}"] = {
-            name: info for module in modules for name, info in module.parameters(config).items()
-        }
+        tree[f"layer_{layer}"] = {name: info for module in modules for name, info in module.parameters(config).items()}
     tree["head"] = {name: whole[name] for name in ("norm_D", "unembedding_VD")}
     return tree

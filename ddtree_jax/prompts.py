@@ -57,7 +57,9 @@ def _ids(prompt: Any, index: int) -> list[int]:
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)) or not all(map(_is_id, prompt)):
-        raise ValueError(f"prompts[{index}] is {prompt!r}; a list of token ids is needed like the others. Allowed: {_ALLOWED}")
+        raise ValueError(
+            f"prompts[{index}] is {prompt!r}; a list of token ids is needed like the others. Allowed: {_ALLOWED}"
+        )
     return [int(token) for token in prompt]
 
 

@@ -96,7 +96,9 @@ class SamplingArrays:
     stop_BZ: Int32[Array, "B Z"]
 
     @classmethod
-    def stack(cls, params: Sequence[SamplingParams], eos_token_ids: Sequence[int], room: Sequence[int]) -> "SamplingArrays":
+    def stack(
+        cls, params: Sequence[SamplingParams], eos_token_ids: Sequence[int], room: Sequence[int]
+    ) -> "SamplingArrays":
         """Arrays for a batch; ``room`` is the most new tokens that each sequence has space for."""
         stop_BZ = np.full((len(params), MAX_STOP_IDS), -1, np.int32)
         for row, one in zip(stop_BZ, params, strict=True):

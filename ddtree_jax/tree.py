@@ -96,7 +96,10 @@ def _expand_sequence(
     levels, offset, parent_offset = [], 0, -1
     for level in range(depth):
         pairs = [
-            (i, k) for i in range(high.shape[0]) for k in range(min(num_candidates, limit)) if (i + 1) * (k + 1) <= limit
+            (i, k)
+            for i in range(high.shape[0])
+            for k in range(min(num_candidates, limit))
+            if (i + 1) * (k + 1) <= limit
         ]
         before = jnp.array([i for i, _ in pairs], jnp.int32)
         rank = jnp.array([k for _, k in pairs], jnp.int32)
