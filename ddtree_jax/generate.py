@@ -1,5 +1,6 @@
 """The engine: loads a target and a drafter, and turns prompts into completions with one compiled loop a batch."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from ddtree_jax import checkpoint, decode, dflash, kimi, sharding
 from ddtree_jax.completion import Completion, IdStream, RoundTrace, Stats, TextStream, cut_at_stop
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.decode import DecodeConfig, Models, Plan, State
-from ddtree_jax.prompts import Prompt, check_token_ids, read_prompts
+from ddtree_jax.prompts import Prompt, check_token_ids, read_prompts, read_token_ids
 from ddtree_jax.sampling import SamplingArrays, SamplingParams
 from ddtree_jax.tokenizer import Tokenizer
 
@@ -83,15 +84,13 @@ class Engine:
         Raises:
           ValueError: a wrong argument, a folder that is no finished checkpoint, or two models that do not fit.
         """
-        if dtype not in _DTYPES:
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(map(repr, _DTYPES))}")
         device_mesh = sharding.make_mesh(mesh)
         target_config = KimiConfig.from_hf(checkpoint.read_metadata(target, "kimi").config)
         drafter_config = None
         if drafter is not None:
-            drafter_config = DFlashConfig.from_hf(checkpoint.read_metadata(drafter, "dflash").config)
-            amplitude = drafter_config.rope_amplitude if drafter_rope_amplitude is None else drafter_rope_amplitude
-            drafter_config = replace(drafter_config, rope_amplitude=amplitude, sliding_causal=drafter_sliding_causal)
+            drafter_config = _read_drafter_config(drafter, drafter_rope_amplitude, drafter_sliding_causal)
         has_tokenizer = (Path(target) / "tiktoken.model").exists()
         tokenizer = Tokenizer.from_directory(target) if has_tokenizer else None
         _check_pair(target_config, drafter_config, max_length, tokenizer)
@@ -146,36 +145,29 @@ class Engine:
         The same loop as `generate`, in slices of rounds; the pieces join to its ``text`` or ``token_ids``. Errors as there,
         raised by the call itself.
         """
-        prompts = read_prompts(prompt, self.tokenizer, thinking)
-        if len(prompts) != 1:
-            raise ValueError(f"prompt holds {len(prompts)} prompts; allowed is 1")
-        job = self._job(prompts, sampling, decode)
-        return self._pieces(job)
+        return self._pieces(self._job(self._one_prompt(prompt, thinking), sampling, decode))
 
     def trace(
         self, prompt: Any, sampling: SamplingParams = SamplingParams(), decode: DecodeConfig = DecodeConfig()
     ) -> Iterator[RoundTrace]:
         """Decodes one prompt a round at a time and yields what each round drafted and accepted."""
-        prompts = read_prompts(prompt, self.tokenizer, True)
-        job = self._job(prompts, sampling, decode)
+        job = self._job(self._one_prompt(prompt, True), sampling, decode)
         return (trace for progress in self._run(job, 1) if (trace := _trace(progress.state)) is not None)
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """The target's teacher-forced logits, float32 [T, V]: row t is the prediction behind token t."""
-        check_token_ids(token_ids, "token_ids", self._vocab_size, self.max_length, "max_length")
+        token_ids = self._token_ids(token_ids)
         with self._precision():
-            chunks = [
-                self._unembed(self.models.target, hidden) for hidden in self._prefill_chunks([list(token_ids)])[1]
-            ]
+            chunks = [self._unembed(self.models.target, hidden) for hidden in self._prefill_chunks([token_ids])[1]]
         return np.concatenate([np.asarray(chunk[0]) for chunk in chunks])[: len(token_ids)]
 
     def draft(self, token_ids: Sequence[int]) -> np.ndarray:
         """The drafter's logits with the last token as root, float32 [block - 1, V]: row j is for position len + j."""
         config = self._drafter_config("draft")
-        check_token_ids(token_ids, "token_ids", self._vocab_size, self.max_length, "max_length")
+        token_ids = self._token_ids(token_ids)
         root_B = np.array(token_ids[-1:], np.int32)
         with self._precision():
-            context = self._prefill_chunks([list(token_ids[:-1])])[0]
+            context = self._prefill_chunks([token_ids[:-1]])[0]
             logits_BLV = self._draft_logits(
                 self.models,
                 self._put(root_B),
@@ -185,6 +177,17 @@ class Engine:
                 mask_token_id=config.mask_token_id,
             )
         return np.asarray(logits_BLV[0])
+
+    def _one_prompt(self, prompt: Any, thinking: bool) -> list[Prompt]:
+        prompts = read_prompts(prompt, self.tokenizer, thinking)
+        if len(prompts) != 1:
+            raise ValueError(f"prompt holds {len(prompts)} prompts; allowed is 1")
+        return prompts
+
+    def _token_ids(self, token_ids: Any) -> list[int]:
+        checked = read_token_ids(token_ids, "token_ids")
+        check_token_ids(checked, "token_ids", self._vocab_size, self.max_length, "max_length")
+        return checked
 
     def _drafter_config(self, needed_by: str) -> DFlashConfig:
         if self.models.drafter is None:
@@ -353,6 +356,18 @@ def _trace(state: State) -> RoundTrace | None:
         parents=parent_N,
         accepted=np.asarray(state.last.path_BT[0])[:accepted].tolist(),
     )
+
+
+def _read_drafter_config(directory: str | Path, rope_amplitude: Any, sliding_causal: Any) -> DFlashConfig:
+    """A drafter's config with the two switches on which published engines differ."""
+    config = DFlashConfig.from_hf(checkpoint.read_metadata(directory, "dflash").config)
+    if not isinstance(sliding_causal, bool):
+        raise ValueError(f"drafter_sliding_causal is {sliding_causal!r}; allowed are True and False")
+    if rope_amplitude is None:
+        return replace(config, sliding_causal=sliding_causal)
+    if not isinstance(rope_amplitude, (int, float)) or not 0 < rope_amplitude < math.inf:
+        raise ValueError(f"drafter_rope_amplitude is {rope_amplitude!r}; allowed is a finite number above 0")
+    return replace(config, sliding_causal=sliding_causal, rope_amplitude=float(rope_amplitude))
 
 
 def _check_pair(target: KimiConfig, drafter: DFlashConfig | None, max_length: Any, tokenizer: Tokenizer | None) -> None:

@@ -39,7 +39,16 @@ def read_prompts(prompts: Any, tokenizer: Tokenizer | None, thinking: bool) -> l
         return [Prompt(_tokenizer(tokenizer).encode_chat(prompts, thinking=thinking), True)]
     if all(_is_id(prompt) for prompt in prompts):
         return [Prompt([int(token) for token in prompts], False)]
-    return [Prompt(_ids(prompt, index), False) for index, prompt in enumerate(prompts)]
+    return [Prompt(_read_one_of_many(prompt, index), False) for index, prompt in enumerate(prompts)]
+
+
+def read_token_ids(token_ids: Any, name: str) -> list[int]:
+    """One list of token ids. Raises ValueError if it is anything else."""
+    if isinstance(token_ids, np.ndarray):
+        token_ids = token_ids.tolist()
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)) or not all(map(_is_id, token_ids)):
+        raise ValueError(f"{name} is {token_ids!r}; a list of token ids is needed")
+    return [int(token) for token in token_ids]
 
 
 def check_token_ids(token_ids: Sequence[int], name: str, vocab_size: int, most: int, why: str) -> None:
@@ -53,14 +62,11 @@ def check_token_ids(token_ids: Sequence[int], name: str, vocab_size: int, most: 
             raise ValueError(f"{name}: token id {token} at index {index}; allowed are 0 to {vocab_size - 1}")
 
 
-def _ids(prompt: Any, index: int) -> list[int]:
-    if isinstance(prompt, np.ndarray):
-        prompt = prompt.tolist()
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)) or not all(map(_is_id, prompt)):
-        raise ValueError(
-            f"prompts[{index}] is {prompt!r}; a list of token ids is needed like the others. Allowed: {_ALLOWED}"
-        )
-    return [int(token) for token in prompt]
+def _read_one_of_many(prompt: Any, index: int) -> list[int]:
+    try:
+        return read_token_ids(prompt, f"prompts[{index}]")
+    except ValueError as error:
+        raise ValueError(f"{error}, as prompts may be {_ALLOWED}") from None
 
 
 def _is_id(value: Any) -> bool:

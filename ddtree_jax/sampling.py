@@ -107,16 +107,20 @@ class SamplingArrays:
                 raise ValueError(f"stop_token_ids and the model's own are {len(ids)}; allowed are {MAX_STOP_IDS}")
             row[: len(ids)] = ids
         most = [min(one.max_new_tokens, space) for one, space in zip(params, room, strict=True)]
+
+        def column(values: Sequence, dtype: Any) -> Array:
+            return jnp.asarray(np.array(values, dtype))
+
         return cls(
-            temperature_B=np.array([one.temperature for one in params], np.float32),
-            top_k_B=np.array([one.top_k for one in params], np.int32),
-            top_p_B=np.array([one.top_p for one in params], np.float32),
-            min_p_B=np.array([one.min_p for one in params], np.float32),
-            seed_B=np.array([one.seed for one in params], np.uint32),
-            sequence_B=np.arange(len(params), dtype=np.int32),
-            max_new_tokens_B=np.array(most, np.int32),
-            min_new_tokens_B=np.array([one.min_new_tokens for one in params], np.int32),
-            stop_BZ=stop_BZ,
+            temperature_B=column([one.temperature for one in params], np.float32),
+            top_k_B=column([one.top_k for one in params], np.int32),
+            top_p_B=column([one.top_p for one in params], np.float32),
+            min_p_B=column([one.min_p for one in params], np.float32),
+            seed_B=column([one.seed for one in params], np.uint32),
+            sequence_B=column(range(len(params)), np.int32),
+            max_new_tokens_B=column(most, np.int32),
+            min_new_tokens_B=column([one.min_new_tokens for one in params], np.int32),
+            stop_BZ=jnp.asarray(stop_BZ),
         )
 
 
@@ -170,7 +174,9 @@ def draw(
     def with_noise() -> Array:
         vocab_size = logits_BNV.shape[-1]
         temperature_B = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
-        scaled_BNV = logits_BNV / temperature_B[:, None, None]
+        # The best logit at 0, so that the smallest temperature overflows toward greedy decoding and not to NaN.
+        above_BNV = logits_BNV - jnp.max(logits_BNV, axis=-1, keepdims=True)
+        scaled_BNV = above_BNV / temperature_B[:, None, None]
         is_filtered = (sampling.top_k_B > 0) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)
         over_nodes = jax.vmap(filtered, in_axes=(0, None, None, None))
         scaled_BNV = jax.lax.cond(

@@ -14,9 +14,7 @@ from ddtree_jax import tree
 def build(logits_LV: np.ndarray, budget: int, num_nodes: int, num_candidates: int | None = None) -> tree.Tree:
     num_candidates = num_candidates or min(num_nodes - 1, logits_LV.shape[1])
     token_BLK, logp_BLK = tree.candidates(jnp.asarray(logits_LV)[None], num_candidates)
-    return jax.jit(tree.expand, static_argnums=4)(
-        jnp.array([7]), token_BLK, logp_BLK, jnp.int32(budget), num_nodes
-    )
+    return jax.jit(tree.expand, static_argnums=4)(jnp.array([7]), token_BLK, logp_BLK, jnp.int32(budget), num_nodes)
 
 
 def nodes_of(built: tree.Tree) -> tuple[list[int], list[int], list[int]]:
@@ -66,7 +64,9 @@ def test_golden_trees(golden):
 
 
 @pytest.mark.parametrize("levels", [None, 2, 5])
-@pytest.mark.parametrize(("depth", "vocab", "budget", "num_nodes"), [(7, 29, 15, 16), (3, 5, 13, 32), (1, 3, 7, 8), (5, 2, 40, 64)])
+@pytest.mark.parametrize(
+    ("depth", "vocab", "budget", "num_nodes"), [(7, 29, 15, 16), (3, 5, 13, 32), (1, 3, 7, 8), (5, 2, 40, 64)]
+)
 def test_equals_heap(levels, depth, vocab, budget, num_nodes):
     """Random log-probabilities; with `levels` they take few values, so that most scores are exactly equal."""
     expand = jax.jit(tree.expand, static_argnums=4)
@@ -76,7 +76,9 @@ def test_equals_heap(levels, depth, vocab, budget, num_nodes):
         if levels:
             logp_LK = np.round(logp_LK * levels) / levels
         token_LK = np.argsort(random.random((depth, vocab)), axis=1)[:, : logp_LK.shape[1]].astype(np.int32)
-        built = expand(jnp.array([3]), jnp.asarray(token_LK)[None], jnp.asarray(logp_LK)[None], jnp.int32(budget), num_nodes)
+        built = expand(
+            jnp.array([3]), jnp.asarray(token_LK)[None], jnp.asarray(logp_LK)[None], jnp.int32(budget), num_nodes
+        )
         paths, parents = heap_tree(logp_LK, budget)
         tokens, depths, built_parents = nodes_of(built)
         assert built_parents == parents
@@ -123,9 +125,7 @@ def test_walk_follows_the_drawn_tokens():
         built = build(random.normal(size=(4, 5)).astype(np.float32), 11, 16)
         drawn = random.integers(0, 5, 16).astype(np.int32)
         path_BT, count_B = tree.walk(built, jnp.asarray(drawn)[None], 4)
-        children = {
-            (int(built.parent_BN[0, node]), int(built.token_BN[0, node])): node for node in range(1, 12)
-        }
+        children = {(int(built.parent_BN[0, node]), int(built.token_BN[0, node])): node for node in range(1, 12)}
         expected = [0]
         while (expected[-1], int(drawn[expected[-1]])) in children:
             expected.append(children[expected[-1], int(drawn[expected[-1]])])

@@ -1,0 +1,193 @@
+"""The loop is one program: what may be traced is traced, nothing leaves the device, and slices change nothing."""
+
+import collections
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from ddtree_jax import DecodeConfig, Engine, SamplingParams
+from ddtree_jax.decode import MODES, State
+from ddtree_jax.generate import ALL_ROUNDS, STREAM_ROUNDS
+
+pytest_plugins = ["engines"]
+
+PROMPT = np.random.default_rng(5).integers(0, 500, 13).tolist()
+OTHER = np.random.default_rng(6).integers(0, 500, 11).tolist()
+TREE = DecodeConfig(mode="ddtree", budget=15)
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations() -> Iterator[collections.Counter]:
+    """Counts programs, even the smallest, that XLA compiles while the test runs."""
+    counter = collections.Counter()
+
+    def listen(event: str, seconds: float, **kwargs) -> None:
+        counter[event] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield counter
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def inputs_of_loop(engine: Engine, decode: DecodeConfig, sampling: SamplingParams, monkeypatch) -> tuple[tuple, dict]:
+    """What the engine passes to its compiled loop for `PROMPT`. It is on the device already."""
+
+    class Taken(Exception):
+        pass
+
+    def take(*args, **kwargs) -> State:
+        raise Taken(args, kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_decode_rounds", take)
+        with pytest.raises(Taken) as taken:
+            engine.generate(PROMPT, sampling, decode)
+    return taken.value.args
+
+
+def test_settings_share_a_program(golden_engine, compilations):
+    """Any budget in a bucket, any number of new tokens, seed and filter: one program. The next bucket: another."""
+    golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=3, logprobs=True), TREE)
+    before, size = compilations[COMPILED], golden_engine._decode_rounds._cache_size()
+    for budget, params in (
+        (15, SamplingParams(max_new_tokens=19)),
+        (8, SamplingParams(max_new_tokens=2)),
+        (11, SamplingParams(max_new_tokens=5, temperature=0.7, seed=2**32 - 1)),
+        (13, SamplingParams(max_new_tokens=5, temperature=1.3, seed=1, top_p=0.9, top_k=7, min_p=0.01)),
+        (15, SamplingParams(max_new_tokens=5, min_new_tokens=5, stop_token_ids=(3, 5), logprobs=True)),
+    ):
+        golden_engine.generate(PROMPT, params, DecodeConfig(mode="ddtree", budget=budget))
+        golden_engine.generate(OTHER, params, DecodeConfig(mode="ddtree", budget=budget))
+    assert compilations[COMPILED] == before
+    assert golden_engine._decode_rounds._cache_size() == size
+    golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=2), DecodeConfig(mode="ddtree", budget=3))
+    assert compilations[COMPILED] > before
+    assert golden_engine._decode_rounds._cache_size() == size + 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_second_call_compiles_nothing(golden_engine, compilations, mode):
+    decode = DecodeConfig(mode=mode, budget=15)
+
+    def call() -> list:
+        return [
+            golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=9), decode)[0].token_ids,
+            [
+                token
+                for piece in golden_engine.stream(PROMPT, SamplingParams(max_new_tokens=9), decode)
+                for token in piece
+            ],
+        ]
+
+    first = call()
+    before = compilations[COMPILED]
+    assert call() == first
+    assert compilations[COMPILED] == before
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_program_never_calls_back(golden_engine, monkeypatch, mode):
+    """Neither the lowered nor the compiled program calls Python or talks to the host."""
+    decode = DecodeConfig(mode=mode, budget=15)
+    sampling = SamplingParams(max_new_tokens=9, temperature=0.5, top_p=0.5)
+    args, kwargs = inputs_of_loop(golden_engine, decode, sampling, monkeypatch)
+    # Lowering puts descriptions of arguments where annotations of the state say arrays.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    lowered = golden_engine._decode_rounds.lower(*args, **kwargs)
+    calls_back = jax.jit(lambda x: jax.pure_callback(lambda x: x, x, x)).lower(jnp.ones(3))
+    for form in (lambda program: program.as_text(), lambda program: program.compile().as_text()):
+        assert "callback" in form(calls_back)
+        text = form(lowered)
+        assert "while" in text
+        for word in ("callback", "infeed", "outfeed", "SendToHost", "RecvFromHost"):
+            assert word not in text
+
+
+def test_nothing_is_transferred_while_the_loop_runs(golden_engine, monkeypatch):
+    args, kwargs = inputs_of_loop(golden_engine, TREE, SamplingParams(max_new_tokens=9), monkeypatch)
+    on_host = args[:3] + (np.int32(15),) + args[4:]
+    with jax.transfer_guard("disallow"):
+        with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+            golden_engine._decode_rounds(*on_host, **kwargs)
+        state = golden_engine._decode_rounds(*args, **kwargs)
+        jax.block_until_ready(state)
+    done = golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=9), TREE)[0]
+    assert np.asarray(state.tokens_BM)[0, :9].tolist() == done.token_ids
+
+
+def test_whole_batch_is_one_call_of_the_loop(golden_engine, monkeypatch):
+    limits = []
+    run = golden_engine._decode_rounds
+
+    def count(*args, **kwargs) -> State:
+        limits.append(int(args[4]))
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(golden_engine, "_decode_rounds", count)
+    done = golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=19), TREE)[0]
+    assert limits == [ALL_ROUNDS]
+    limits.clear()
+    assert len(list(golden_engine.stream(PROMPT, SamplingParams(max_new_tokens=19), TREE))) > 1
+    num_slices = -(-done.stats.rounds // STREAM_ROUNDS)
+    assert limits == [STREAM_ROUNDS * (number + 1) for number in range(num_slices)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pieces_of_ids_join_to_the_completion(golden_engine, mode):
+    sampling, decode = SamplingParams(max_new_tokens=23, temperature=0.8, seed=4), DecodeConfig(mode=mode, budget=15)
+    done = golden_engine.generate(PROMPT, sampling, decode)[0]
+    pieces = list(golden_engine.stream(PROMPT, sampling, decode))
+    assert [token for piece in pieces for token in piece] == done.token_ids
+    assert len(pieces) == 1 + -(-done.stats.rounds // STREAM_ROUNDS)
+    assert all(pieces)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_pieces_of_text_join_to_the_completion(text_engine, seed):
+    """Characters are broken across tokens and slices; a stop string may lie across slices too."""
+    sampling = SamplingParams(max_new_tokens=31, temperature=2.0, seed=seed)
+    whole = text_engine.generate("def f(x):", sampling, TREE)[0].text
+    middle = whole[len(whole) // 2 :][:5]
+    for stop in ((), (middle,), (whole[-2:],), ("no such text", middle[1:])):
+        params = SamplingParams(max_new_tokens=31, temperature=2.0, seed=seed, stop=stop)
+        done = text_engine.generate("def f(x):", params, TREE)[0]
+        pieces = list(text_engine.stream("def f(x):", params, TREE))
+        assert "".join(pieces) == done.text
+        found = [at for text in stop if (at := whole.find(text)) >= 0]
+        assert done.text == (whole[: min(found)] if found else whole)
+        assert done.finish_reason == ("stop" if found else "length")
+
+
+def test_committed_tokens_are_as_good_as_a_prompt(golden_engine):
+    """Each greedy token is the arg max of the whole text's score; sampling goes on where another call stopped."""
+    done = golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=37), TREE)[0].token_ids
+    best_T = golden_engine.score(PROMPT + done).argmax(axis=1)
+    assert best_T[len(PROMPT) - 1 : -1].tolist() == done
+    for temperature in (0.0, 0.8):
+        sampling = {"temperature": temperature, "seed": 3}
+        done = golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=37, **sampling), TREE)[0].token_ids
+        for start in (1, 2, 17):
+            rest = golden_engine.generate(
+                PROMPT + done[:start], SamplingParams(max_new_tokens=37 - start, **sampling), TREE
+            )
+            assert rest[0].token_ids == done[start:]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_end_of_the_caches_changes_no_token(golden_engine, mode):
+    """Blocks and trees reach past the last slot there; a completion ends exactly at ``max_length``."""
+    decode, sampling = DecodeConfig(mode=mode, budget=15), SamplingParams(max_new_tokens=64)
+    text = (
+        PROMPT
+        + golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=243), DecodeConfig(mode="ar"))[0].token_ids
+    )
+    assert len(text) == golden_engine.max_length
+    for room in (1, 2, 5):
+        done = golden_engine.generate(text[:-room], sampling, decode)[0]
+        assert done.token_ids == text[-room:]
+        assert done.finish_reason == "length"
