@@ -12,8 +12,9 @@ from ddtree_jax.tokenizer import Tokenizer
 class Stats:
     """What a completion cost.
 
-    ``accepted_lengths`` are the tokens that each round committed, before a stop or the limit cut them; the first token comes
-    from prefill, so that their sum is the number of tokens - 1, or more if the last round was cut. ``target_passes`` counts
+    ``accepted_lengths`` are the tokens that each round committed, before anything was cut. The first token comes from
+    prefill, so that their sum is the number of tokens - 1, or more where a stop or the limit cut the last round; behind
+    a stop string, which the host finds between slices of rounds, some whole rounds more. ``target_passes`` counts
     prefill chunks and rounds. Seconds are those of the whole batch.
     """
 
@@ -59,15 +60,19 @@ class Cut(NamedTuple):
 
 
 def cut_at_stop(token_ids: list[int], ended_by_id: bool, stop: Sequence[str], tokenizer: Tokenizer | None) -> Cut:
-    """Text without the stop id; text cut before the first stop string, ids behind the token that completes it."""
+    """Text without the stop id; text cut before a stop string, ids behind the token that completes it.
+
+    Of several stop strings the one that is complete first counts, so that the cut does not depend on how much was decoded
+    when somebody looked.
+    """
     if tokenizer is None:
         return Cut(token_ids, None, False)
     shown = token_ids[:-1] if ended_by_id else token_ids
     text = tokenizer.decode(shown)
-    found = [(at, at + len(string)) for string in stop if (at := text.find(string)) >= 0]
+    found = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
     if not found:
         return Cut(token_ids, text, False)
-    start, end = min(found)
+    end, start = min(found)
     decoder = tokenizer.stream_decoder()
     lengths = itertools.accumulate(len(decoder.push([token])) for token in shown)
     num_ids = next((count for count, length in enumerate(lengths, 1) if length >= end), len(shown))

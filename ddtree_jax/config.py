@@ -147,6 +147,16 @@ class RopeConfig:
         return rope
 
 
+def _read_rope(attributes: _Attributes, where: str) -> RopeConfig:
+    """RoPE by either spelling: ``rope_scaling`` beside ``rope_theta``, or ``rope_parameters`` with all in one."""
+    scaling = attributes.take("rope_scaling", dict, None)
+    parameters = attributes.take("rope_parameters", dict, None)
+    if scaling and parameters:
+        raise ConfigError(f"{where}: rope_scaling and rope_parameters are both there; only one of them is allowed")
+    theta = attributes.take("rope_theta", float, 10000.0)
+    return RopeConfig.from_hf(scaling or parameters, theta, f"{where}: rope_scaling")
+
+
 def _mscale(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
@@ -200,7 +210,7 @@ class KimiConfig:
             wrapper = _Attributes(values, where, _IGNORED_WRAPPER)
             text, where = wrapper.take("text_config", dict), "config.json: text_config"
             wrapper.require("tie_word_embeddings", False)
-            wrapper.require("eos_token_id", wrapper_eos)
+            wrapper.take("eos_token_id", object, None)
             wrapper.require("quantization_config", None)
             wrapper.finish()
         text = {name: value for name, value in text.items() if name not in ("bos_token_id", "pad_token_id")}
@@ -210,11 +220,7 @@ class KimiConfig:
         _check_quantization(attributes.take("quantization_config", dict), where)
         eos = attributes.take("eos_token_id", object, wrapper_eos)
         config = cls(
-            rope=RopeConfig.from_hf(
-                attributes.take("rope_scaling", dict, None) or attributes.take("rope_parameters", dict, None),
-                attributes.take("rope_theta", float, 10000.0),
-                f"{where}: rope_scaling",
-            ),
+            rope=_read_rope(attributes, where),
             eos_token_ids=_token_ids(wrapper_eos if wrapper_eos is not None else eos, f"{where}: eos_token_id"),
             routed_scaling_factor=attributes.take("routed_scaling_factor", float),
             rms_norm_eps=attributes.take("rms_norm_eps", float),
@@ -341,13 +347,7 @@ class DFlashConfig:
         layer_ids = tuple(dflash.take("target_layer_ids", list))
         mask_token_id = dflash.take("mask_token_id", int)
         dflash.finish()
-        rope = RopeConfig.from_hf(
-            attributes.take("rope_scaling", dict, None) or attributes.take("rope_parameters", dict, None),
-            attributes.take("rope_theta", float, 10000.0),
-            f"{where}: rope_scaling",
-        )
-        # Read before the sizes: `rope_parameters` may hold the only theta while `rope_scaling` is null.
-        attributes.require("rope_parameters", None)
+        rope = _read_rope(attributes, where)
         sizes = {name: attributes.positive(name) for name in _DFLASH_SIZES}
         layer_types = attributes.take("layer_types", list, None) or ["full_attention"] * sizes["num_hidden_layers"]
         config = cls(

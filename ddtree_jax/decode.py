@@ -67,11 +67,7 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}; allowed: {', '.join(map(repr, MODES))}")
-        if (
-            isinstance(self.budget, bool)
-            or not isinstance(self.budget, int)
-            or not 0 <= self.budget <= BUDGET_BUCKETS[-1]
-        ):
+        if not sampling_lib.is_integer(self.budget) or not 0 <= self.budget <= BUDGET_BUCKETS[-1]:
             raise ValueError(f"budget is {self.budget!r}; allowed is an integer from 0 to {BUDGET_BUCKETS[-1]}")
 
 

@@ -19,7 +19,7 @@ from ddtree_jax.completion import Completion, IdStream, RoundTrace, Stats, TextS
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.decode import DecodeConfig, Models, Plan, State
 from ddtree_jax.prompts import Prompt, check_token_ids, read_prompts, read_token_ids
-from ddtree_jax.sampling import SamplingArrays, SamplingParams
+from ddtree_jax.sampling import SamplingArrays, SamplingParams, is_integer
 from ddtree_jax.tokenizer import Tokenizer
 
 PREFILL_BUCKETS = (16, 64, 256)
@@ -45,6 +45,10 @@ class Engine:
         tokenizer: Tokenizer | None = None,
     ):
         _check_pair(target.config, drafter and drafter.config, max_length, tokenizer)
+        if drafter is not None and target.capture != drafter.config.target_layer_ids:
+            raise ValueError(
+                f"target captures layers {target.capture}; the drafter allows {drafter.config.target_layer_ids} alone"
+            )
         self.models = Models(target, drafter)
         self.max_length = max_length
         self.tokenizer = tokenizer
@@ -86,6 +90,9 @@ class Engine:
         """
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(map(repr, _DTYPES))}")
+        for name, folder in (("target", target), ("drafter", drafter)):
+            if not isinstance(folder, (str, Path)) and (name, folder) != ("drafter", None):
+                raise ValueError(f"{name} is {folder!r}; allowed is the folder of a converted checkpoint")
         device_mesh = sharding.make_mesh(mesh)
         target_config = KimiConfig.from_hf(checkpoint.read_metadata(target, "kimi").config)
         drafter_config = None
@@ -127,7 +134,7 @@ class Engine:
         Raises:
           ValueError: a wrong argument, named. Nothing has been computed then.
         """
-        job = self._job(read_prompts(prompts, self.tokenizer, thinking), sampling, decode)
+        job = self._job(self._read_prompts(prompts, thinking), sampling, decode)
         rounds = STREAM_ROUNDS if any(params.stop for params in job.params) else ALL_ROUNDS
         progress = deque(self._run(job, rounds), maxlen=1).pop()
         return [self._completion(job, progress, index) for index in range(len(job.prompts))]
@@ -158,8 +165,11 @@ class Engine:
         """The target's teacher-forced logits, float32 [T, V]: row t is the prediction behind token t."""
         token_ids = self._token_ids(token_ids)
         with self._precision():
-            chunks = [self._unembed(self.models.target, hidden) for hidden in self._prefill_chunks([token_ids])[1]]
-        return np.concatenate([np.asarray(chunk[0]) for chunk in chunks])[: len(token_ids)]
+            logits = [
+                np.asarray(self._unembed(self.models.target, hidden_BTD)[0])
+                for _, hidden_BTD in self._prefill_chunks([token_ids])
+            ]
+        return np.concatenate(logits)[: len(token_ids)]
 
     def draft(self, token_ids: Sequence[int]) -> np.ndarray:
         """The drafter's logits with the last token as root, float32 [block - 1, V]: row j is for position len + j."""
@@ -167,7 +177,7 @@ class Engine:
         token_ids = self._token_ids(token_ids)
         root_B = np.array(token_ids[-1:], np.int32)
         with self._precision():
-            context = self._prefill_chunks([token_ids[:-1]])[0]
+            context, _ = deque(self._prefill_chunks([token_ids[:-1]]), maxlen=1).pop()
             logits_BLV = self._draft_logits(
                 self.models,
                 self._put(root_B),
@@ -178,8 +188,13 @@ class Engine:
             )
         return np.asarray(logits_BLV[0])
 
-    def _one_prompt(self, prompt: Any, thinking: bool) -> list[Prompt]:
-        prompts = read_prompts(prompt, self.tokenizer, thinking)
+    def _read_prompts(self, prompts: Any, thinking: Any) -> list[Prompt]:
+        if not isinstance(thinking, bool):
+            raise ValueError(f"thinking is {thinking!r}; allowed are True and False")
+        return read_prompts(prompts, self.tokenizer, thinking)
+
+    def _one_prompt(self, prompt: Any, thinking: Any) -> list[Prompt]:
+        prompts = self._read_prompts(prompt, thinking)
         if len(prompts) != 1:
             raise ValueError(f"prompt holds {len(prompts)} prompts; allowed is 1")
         return prompts
@@ -231,25 +246,24 @@ class Engine:
         arrays = SamplingArrays.stack(params, self.models.target.config.eos_token_ids, room)
         return _Job(prompts, list(params), self._put(arrays), plan, min(decode_config.budget, plan.num_nodes - 1))
 
-    def _prefill_chunks(self, prompts: list[list[int]]) -> tuple[decode.Context, list[jax.Array]]:
-        """Caches of the prompts, and the hidden states of each chunk."""
-        longest = max(map(len, prompts))
+    def _prefill_chunks(self, prompts: list[list[int]]) -> Iterator[tuple[decode.Context, jax.Array]]:
+        """Runs the prompts through both models; yields the growing caches and the hidden states of each chunk."""
+        longest = max(1, *map(len, prompts))
         width = next((bucket for bucket in PREFILL_BUCKETS if bucket >= longest), PREFILL_BUCKETS[-1])
         context = self._init_context(self.models, len(prompts), self.max_length)
-        hidden = []
         for start in range(0, longest, width):
             chunks = [prompt[start : start + width] for prompt in prompts]
             token_BT = np.array([chunk + [0] * (width - len(chunk)) for chunk in chunks], np.int32)
             count_B = np.array([len(chunk) for chunk in chunks], np.int32)
             context, hidden_BTD = self._prefill(self.models, context, *self._put((token_BT, count_B)))
-            hidden.append(hidden_BTD)
-        return context, hidden
+            yield context, hidden_BTD
 
     def _run(self, job: "_Job", rounds_per_slice: int) -> Iterator["_Progress"]:
         """Prefills, then yields after each slice of rounds until every sequence has finished."""
         started = time.perf_counter()
         with self._precision():
-            context, hidden = self._prefill_chunks([prompt.token_ids for prompt in job.prompts])
+            chunks = enumerate(self._prefill_chunks([prompt.token_ids for prompt in job.prompts]), 1)
+            num_chunks, (context, _) = deque(chunks, maxlen=1).pop()
             # The caches need no part in drawing the first token: they move from the context to the state as they are.
             bare = replace(context, target_cache=[], drafter_cache=[])
             state = self._begin(self.models, bare, job.sampling, plan=job.plan, capacity=self.max_length)
@@ -259,7 +273,7 @@ class Engine:
         prefilled = time.perf_counter()
         limit = 0
         while True:
-            yield _Progress(state, len(hidden), prefilled - started, time.perf_counter() - prefilled)
+            yield _Progress(state, num_chunks, prefilled - started, time.perf_counter() - prefilled)
             if not np.any(np.asarray(state.finish_B) == decode.RUNNING):
                 return
             state = self._finish_at_stop_strings(job, state)
@@ -365,13 +379,14 @@ def _read_drafter_config(directory: str | Path, rope_amplitude: Any, sliding_cau
         raise ValueError(f"drafter_sliding_causal is {sliding_causal!r}; allowed are True and False")
     if rope_amplitude is None:
         return replace(config, sliding_causal=sliding_causal)
-    if not isinstance(rope_amplitude, (int, float)) or not 0 < rope_amplitude < math.inf:
+    is_number = isinstance(rope_amplitude, (int, float)) and not isinstance(rope_amplitude, bool)
+    if not is_number or not 0 < rope_amplitude < math.inf:
         raise ValueError(f"drafter_rope_amplitude is {rope_amplitude!r}; allowed is a finite number above 0")
     return replace(config, sliding_causal=sliding_causal, rope_amplitude=float(rope_amplitude))
 
 
 def _check_pair(target: KimiConfig, drafter: DFlashConfig | None, max_length: Any, tokenizer: Tokenizer | None) -> None:
-    if not isinstance(max_length, int) or not 2 <= max_length <= target.max_position_embeddings:
+    if not is_integer(max_length) or not 2 <= max_length <= target.max_position_embeddings:
         raise ValueError(
             f"max_length is {max_length!r}; allowed is an integer from 2 to {target.max_position_embeddings} "
             "(the target's max_position_embeddings)"

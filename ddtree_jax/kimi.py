@@ -222,7 +222,7 @@ class Kimi(Layer):
 
     def unembed(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits, float32."""
-        return jnp.einsum("BTD,VD->BTV", hidden_BTD, self.unembedding_VD[...]).astype(jnp.float32)
+        return jnp.einsum("BTD,VD->BTV", hidden_BTD, self.unembedding_VD[...], preferred_element_type=jnp.float32)
 
     def init_cache(self, batch: int, num_slots: int) -> list[Float[Array, "B S W"]]:
         """An empty latent cache: 1 array a layer, [B, S, C + R] in the compute dtype."""

@@ -75,7 +75,7 @@ def rotate(
     rope: RopeConfig,
     *,
     interleaved: bool,
-    amplitude: float = 1.0,
+    amplitude: float,
 ) -> Float[Array, "B T heads R"]:
     """Rotary embedding over the last axis. Pairs are (2i, 2i+1) if ``interleaved`` (DeepSeek), else (i, i + R/2).
 

@@ -6,7 +6,7 @@ comes out whichever node, tree, batch or mode asked for it. Greedy decoding is t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 MAX_STOP_IDS = 16
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +44,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, low, high, what in (
-            ("temperature", 0.0, math.inf, "a finite number from 0"),
+            ("temperature", 0.0, _MAX_FLOAT32, "a finite number from 0"),
             ("top_p", math.ulp(0.0), 1.0, "a number above 0, up to 1"),
             ("min_p", 0.0, 1.0, "a number from 0 to 1"),
         ):
             value = getattr(self, name)
-            if not _is_number(value) or not low <= value <= high or math.isinf(value):
+            if not _is_number(value) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; allowed is {what}")
         for name, low, high in (
             ("top_k", 0, 2**31 - 1),
@@ -57,9 +58,9 @@ class SamplingParams:
             ("min_new_tokens", 0, self.max_new_tokens),
         ):
             value = getattr(self, name)
-            if not _is_integer(value) or not low <= value <= high:
+            if not is_integer(value) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; allowed is an integer from {low} to {high}")
-        _check_sequence("stop_token_ids", self.stop_token_ids, _is_integer, "integers")
+        _check_sequence("stop_token_ids", self.stop_token_ids, is_integer, "integers")
         if isinstance(self.stop, str):
             raise ValueError(f"stop is {self.stop!r}; allowed is a list of strings, not a string")
         _check_sequence("stop", self.stop, lambda text: isinstance(text, str) and text != "", "non-empty strings")
@@ -71,7 +72,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -127,19 +128,38 @@ class SamplingArrays:
 def filtered(logits_V: Float[Array, "V"], top_k: Array, top_p: Array, min_p: Array) -> Float[Array, "V"]:
     """Logits (already divided by the temperature) with what the filters remove at -inf.
 
-    All three filters keep the tokens above some logit, equal ones together, so that one threshold serves.
+    All three filters keep the tokens from some logit up, equal ones together, so that one threshold serves. It is found by
+    bisection over the ordered bits of float32: exact, and without sorting the vocabulary.
     """
-    descending_V = -jnp.sort(-logits_V)
-    rank_V = jnp.arange(logits_V.shape[0], dtype=jnp.int32)
-    last = jnp.where(top_k > 0, jnp.minimum(top_k, logits_V.shape[0]), logits_V.shape[0]) - 1
-    at_least = descending_V[last]
-    kept_V = jnp.where(descending_V >= at_least, descending_V, -jnp.inf)
+    order_V = _ordered_bits(logits_V)
+    num_kept = jnp.where(top_k > 0, top_k, logits_V.shape[0])
+    top_k_order = _first_order(lambda order: jnp.sum(order_V > order) < num_kept)
+    kept_V = jnp.where(order_V >= top_k_order, logits_V, -jnp.inf)
     probability_V = jax.nn.softmax(kept_V)
-    # A token stays if those before it do not yet reach top_p; the best one always stays.
-    stays_V = (jnp.cumsum(probability_V) - probability_V < top_p) | (rank_V == 0) | (top_p >= 1.0)
-    at_least = jnp.maximum(at_least, jnp.min(jnp.where(stays_V, kept_V, jnp.inf)))
-    at_least = jnp.maximum(at_least, descending_V[0] + jnp.log(min_p))
-    return jnp.where(logits_V >= at_least, logits_V, -jnp.inf)
+    # A token stays if those above it do not yet reach top_p.
+    top_p_order = _first_order(lambda order: jnp.sum(jnp.where(order_V > order, probability_V, 0.0)) < top_p)
+    order = jnp.maximum(top_k_order, jnp.where(top_p < 1, top_p_order, top_k_order))
+    is_kept_V = (order_V >= order) & (logits_V >= jnp.max(logits_V) + jnp.log(min_p))
+    return jnp.where(is_kept_V, logits_V, -jnp.inf)
+
+
+def _ordered_bits(x: Float[Array, "V"]) -> Int32[Array, "V"]:
+    """Integers in the order of the floats; both zeros alike."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return jnp.where(bits < 0, jnp.bitwise_xor(bits, jnp.int32(2**31 - 1)), bits)
+
+
+def _first_order(holds: Callable[[Array], Array]) -> Int32[Array, ""]:
+    """Smallest 32-bit integer at which a predicate holds that goes on holding above it."""
+
+    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        # The mean of two integers of any sign, without overflow.
+        middle = (low & high) + jnp.right_shift(low ^ high, 1)
+        is_above = holds(middle)
+        return jnp.where(is_above, low, middle + 1), jnp.where(is_above, middle, high)
+
+    return jax.lax.fori_loop(0, 32, halve, (jnp.int32(-(2**31)), jnp.int32(2**31 - 1)))[1]
 
 
 def noise(sampling: SamplingArrays, position_BT: Int32[Array, "B T"], vocab_size: int) -> Float[Array, "B T V"]:

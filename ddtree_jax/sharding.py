@@ -45,7 +45,7 @@ Parameters = dict[str, dict[str, ArrayInfo]]
 """Parts of a model ("embed", "layer_0", ..., "head"), each a flat table of parameter names."""
 
 
-def make_mesh(text: str | None) -> Mesh:
+def make_mesh(text: Any) -> Mesh:
     """Mesh from axis sizes such as ``"tensor=8"`` or ``"expert=4,tensor=2"``; None is one device.
 
     Raises:
@@ -53,7 +53,7 @@ def make_mesh(text: str | None) -> Mesh:
     """
     sizes = dict.fromkeys(MESH_AXES, 1)
     seen = set()
-    for part in (text or "").split(",") if text else ():
+    for part in [] if text is None else str(text).split(","):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
         if not match or match[1] not in sizes or match[1] in seen or int(match[2]) < 1:
             raise ValueError(f"mesh is {text!r}; allowed: sizes of {' and '.join(MESH_AXES)}, such as 'tensor=8'")

@@ -14,7 +14,7 @@ from typing import Any
 from absl import app, flags, logging
 
 from ddtree_jax import Completion, DecodeConfig, Engine, SamplingParams
-from experiments.generate import TINY_PAIR, converted, default_cache_dir
+from experiments.checkpoints import TINY_PAIR, converted, default_cache_dir
 from experiments.results_file import provenance, write_lines
 from experiments.tiny_training.corpus import held_out_sources
 
@@ -53,11 +53,11 @@ def measure(engine: Engine, prompts: list[list[int]], temperature: float) -> lis
         expected = expected or tokens
         if tokens != expected:
             raise AssertionError(f"{decode} writes other tokens than plain decoding")
-        lines.append(_line(decode, temperature, completions))
+        lines.append(_line(decode, temperature, completions, engine.models.drafter.config.depth))
     return lines
 
 
-def _line(decode: DecodeConfig, temperature: float, completions: list[Completion]) -> dict[str, Any]:
+def _line(decode: DecodeConfig, temperature: float, completions: list[Completion], depth: int) -> dict[str, Any]:
     stats = [done.stats for done in completions]
     rounds = sum(one.rounds for one in stats)
     committed = sum(sum(one.accepted_lengths) for one in stats)
@@ -65,14 +65,14 @@ def _line(decode: DecodeConfig, temperature: float, completions: list[Completion
         "benchmark": "acceptance",
         "case": {
             "mode": decode.mode,
-            "budget": {"ar": 0, "chain": 7}.get(decode.mode, decode.budget),
+            "budget": {"ar": 0, "chain": depth}.get(decode.mode, decode.budget),
             "temperature": temperature,
             "prompts": len(completions),
             "dtype": "float32",
         },
         **provenance(),
-        "tokens_per_round": round(committed / rounds, 3),
-        "ceiling_tokens_per_round": 1 if decode.mode == "ar" else 8,
+        "tokens_per_round": round(committed / max(rounds, 1), 3),
+        "ceiling_tokens_per_round": 1 if decode.mode == "ar" else min(depth, decode.budget) + 1,
         "ceiling": "every drafted depth accepted, and the target's own token",
         "tokens": sum(len(done.token_ids) for done in completions),
         "target_passes": sum(one.target_passes for one in stats),

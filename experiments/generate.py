@@ -6,9 +6,7 @@ Without ``--target`` and ``--drafter`` it takes the tiny trained pair of this re
 on first use, into a cache folder; converted ones are taken as they are.
 """
 
-import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,20 +16,17 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
-from checkpoints_tools.convert import convert
 from ddtree_jax import Completion, DecodeConfig, Engine, RoundTrace, SamplingParams
-from ddtree_jax.checkpoint import FORMAT_VERSION, METADATA_FILE
 from ddtree_jax.decode import MODES
+from experiments.checkpoints import TINY_PAIR, converted, default_cache_dir
 from experiments.tree_text import draw_tree
-
-TINY_PAIR = Path(__file__).parent / "tiny_kimi"
 
 _PROMPT = flags.DEFINE_string("prompt", "def fibonacci(n):", "What to complete.")
 _TARGET = flags.DEFINE_string(
     "target", str(TINY_PAIR / "target"), "Folder of the target: Hugging Face layout or converted."
 )
 _DRAFTER = flags.DEFINE_string("drafter", str(TINY_PAIR / "drafter"), "Folder of the drafter, likewise.")
-_MODE = flags.DEFINE_enum("mode", "all", ("all", *MODES), "What to run; 'all' streams ddtree and compares the three.")
+_MODE = flags.DEFINE_enum("mode", "all", ("all", *MODES), "all: stream ddtree, compare three; ar needs no drafter.")
 _BUDGET = flags.DEFINE_integer("budget", 15, "Tree nodes besides the root.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Nucleus; 1 is off.")
@@ -46,34 +41,13 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON line instead of text an
 _CACHE_DIR = flags.DEFINE_string("cache_dir", None, "Where conversions lie; ~/.cache/ddtree_jax by default.")
 
 
-def default_cache_dir() -> Path:
-    """Folder for conversions and compiled programs, under XDG_CACHE_HOME or the home folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddtree_jax"
-
-
-def converted(source: str, cache: Path) -> Path:
-    """The converted form of a checkpoint folder: itself, or its place in the cache, filled on first use."""
-    folder = Path(source).resolve()
-    if not folder.is_dir():
-        raise ValueError(f"checkpoint folder is {source!r}; an existing folder is needed")
-    if (folder / METADATA_FILE).exists():
-        return folder
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
-    key = hashlib.sha256(repr((str(folder), files, FORMAT_VERSION)).encode()).hexdigest()[:16]
-    out = cache / f"{folder.name}-{key}"
-    if not (out / METADATA_FILE).exists():
-        print(f"converting {source} (once)", file=sys.stderr)
-        convert(folder, out)
-    return out
-
-
 def load_engine() -> Engine:
     """The engine that the flags ask for."""
     cache = Path(_CACHE_DIR.value) if _CACHE_DIR.value else default_cache_dir()
     jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
     return Engine.load(
         converted(_TARGET.value, cache),
-        converted(_DRAFTER.value, cache),
+        None if _MODE.value == "ar" else converted(_DRAFTER.value, cache),
         mesh=_MESH.value,
         max_length=_MAX_LENGTH.value,
         dtype=_DTYPE.value,
@@ -83,19 +57,21 @@ def load_engine() -> Engine:
 def compare(engine: Engine, prompt: Any, sampling: SamplingParams, modes: Sequence[str]) -> dict[str, Completion]:
     """One completion a mode, each on programs that have run before."""
     completions = {}
-    for mode in modes:
+    for index, mode in enumerate(modes):
         decode = DecodeConfig(mode=mode, budget=_BUDGET.value)
-        _status(f"{mode}: compiling, then decoding")
+        _show_progress(2 * index, 2 * len(modes), f"{mode}: compiling")
         engine.generate(prompt, SamplingParams(max_new_tokens=2), decode)
+        _show_progress(2 * index + 1, 2 * len(modes), f"{mode}: decoding")
         completions[mode] = engine.generate(prompt, sampling, decode)[0]
-    _status("")
+    _show_progress(1, 1, "")
     return completions
 
 
-def _status(text: str) -> None:
-    """Shows what is going on in a line that the next output overwrites."""
+def _show_progress(done: int, total: int, text: str) -> None:
+    """A bar in a line of the terminal that the next output overwrites; nothing once all is done."""
     if sys.stderr.isatty():
-        print(f"\r{text:40}", end="\r", file=sys.stderr, flush=True)
+        bar = f"[{'#' * (24 * done // total):24}] {text}" if done < total else ""
+        print(f"\r{bar:48}", end="\r", file=sys.stderr, flush=True)
 
 
 def summary(completions: dict[str, Completion]) -> dict[str, Any]:
@@ -129,26 +105,32 @@ def table(completions: dict[str, Completion]) -> str:
 def show_tree(engine: Engine, prompt: Any, sampling: SamplingParams) -> str:
     """The tree of the round that committed the most tokens."""
     decode = DecodeConfig(mode="ddtree" if _MODE.value == "all" else _MODE.value, budget=_BUDGET.value)
-    best: RoundTrace = max(engine.trace(prompt, sampling, decode), key=lambda trace: len(trace.accepted))
+    best: RoundTrace | None = max(
+        engine.trace(prompt, sampling, decode), key=lambda trace: len(trace.accepted), default=None
+    )
+    if best is None:
+        return "no tree: the first token, which comes from prefill, ended the completion"
     head = f"one round: {len(best.token_ids)} nodes behind {best.start} tokens, {len(best.accepted)} committed (*)"
     return f"{head}\n{draw_tree(best, lambda token: repr(engine.tokenizer.decode([token])))}"
 
 
 def stream(engine: Engine, prompt: Any, sampling: SamplingParams, mode: str, started: float) -> None:
     """Prints the completion as it is committed."""
-    _status("compiling")
+    _show_progress(0, 1, "compiling")
     print(_PROMPT.value, end="", flush=True)
     first = None
     for piece in engine.stream(prompt, sampling, DecodeConfig(mode=mode, budget=_BUDGET.value)):
         first = first or time.perf_counter() - started
         print(piece, end="", flush=True)
-    print(f"\n\n(first text after {first or 0:.1f} s, compilation included)\n", flush=True)
+    print(f"\n\n(first text {first or 0:.1f} s after the imports, conversion and compilation included)\n", flush=True)
 
 
 def main(argv: Sequence[str]) -> None:
     started = time.perf_counter()
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; the prompt goes behind --prompt")
+    if _JSON.value and _SHOW_TREE.value:
+        raise app.UsageError("--json and --show_tree exclude each other: one prints for programs, one for people")
     logging.set_verbosity(logging.WARNING)
     modes = MODES if _MODE.value == "all" else (_MODE.value,)
     try:
@@ -167,7 +149,7 @@ def main(argv: Sequence[str]) -> None:
         print(table(completions))
         if _SHOW_TREE.value:
             print(f"\n{show_tree(engine, prompt, sampling)}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -320,6 +320,8 @@ def main(argv: list[str]) -> None:
     for phase in _PHASES.value:
         if phase not in PHASES:
             raise app.UsageError(f"--phases has {phase!r}; allowed: {', '.join(PHASES)}")
+    if _PUBLISH.value and (set(_PHASES.value) != set(PHASES) or _SMOKE.value):
+        raise app.UsageError("--publish is for a whole run: all phases, not --smoke")
     out = Path(_OUT.value)
     out.mkdir(parents=True, exist_ok=True)
     reporter = Reporter(Path(_REPORT.value) if _REPORT.value else out.parent / "train_tiny_report.json")

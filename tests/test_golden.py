@@ -20,7 +20,7 @@ pytest_plugins = ["engines"]
 LOGITS = {"rtol": 0, "atol": 5e-5}
 HIDDEN = {"rtol": 0, "atol": 2e-6}  # the residual stream is small: rms 0.1
 MODES = {"ar": "ar", "dflash": "chain", "ddtree": "ddtree"}
-CLOSE = 2e-4
+CLOSE = 1e-4
 """Nodes whose scores are closer than this many nats may change places: draft logits carry rounding noise."""
 
 
@@ -102,7 +102,8 @@ def test_residual_stream_and_router(capturing_target, target_numbers, monkeypatc
 def test_latent_cache(golden_engine, target_numbers):
     """Cache rows are the normed latent and the rotated key, pairs interleaved."""
     prompt = target_numbers["p1_ids"].tolist()
-    row_TW = np.asarray(golden_engine._prefill_chunks([prompt])[0].target_cache[1][0, : len(prompt)])
+    ((context, _),) = golden_engine._prefill_chunks([prompt])
+    row_TW = np.asarray(context.target_cache[1][0, : len(prompt)])
     expected_TW = np.concatenate(
         [target_numbers["p1_layer1_kv_latent"], target_numbers["p1_layer1_k_pe_interleaved"]], axis=1
     )
@@ -211,7 +212,7 @@ def test_trees_of_complete_runs(golden_engine, target_numbers, runs):
                 theirs["accepted_indices"],
             ), where
     print(f"{num_rounds} rounds, {num_close} with nodes within {CLOSE} nats, {num_swapped} with nodes swapped")
-    assert (num_rounds, num_close) == (581, 6)
+    assert (num_rounds, num_close, num_swapped) == (581, 1, 0)
 
 
 NUM_PLACES = 43
@@ -234,7 +235,7 @@ def verify(golden_engine) -> Callable:
 
     def verify(prefix: np.ndarray, token_N: np.ndarray, position_N: np.ndarray, visible_NN: np.ndarray):
         num_nodes = len(token_N)
-        context, _ = golden_engine._prefill_chunks([prefix.tolist()])
+        ((context, _),) = golden_engine._prefill_chunks([prefix.tolist()])
         padded_NN = np.eye(NUM_PLACES, dtype=bool)
         padded_NN[:num_nodes, :num_nodes] = visible_NN
         nodes = (

@@ -9,7 +9,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from ddtree_jax import DecodeConfig, Engine, SamplingParams
+from ddtree_jax import Completion, DecodeConfig, Engine, SamplingParams, Stats
+from ddtree_jax.completion import TextStream
 from ddtree_jax.decode import MODES, State
 from ddtree_jax.generate import ALL_ROUNDS, STREAM_ROUNDS
 
@@ -163,6 +164,21 @@ def test_pieces_of_text_join_to_the_completion(text_engine, seed):
         assert done.finish_reason == ("stop" if found else "length")
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_first_complete_stop_string_wins(text_engine, mode):
+    """A longer string that begins earlier but ends later does not count, however many tokens a round commits."""
+    sampling = {"max_new_tokens": 31, "temperature": 2.0, "seed": 1}
+    whole = text_engine.generate("def f(x):", SamplingParams(**sampling), DecodeConfig(mode="ar"))[0]
+    early, late = whole.text[4:12], whole.text[6:8]
+    params = SamplingParams(**sampling, stop=(early, late))
+    done = text_engine.generate("def f(x):", params, DecodeConfig(mode=mode, budget=15))[0]
+    assert done.text == whole.text[: whole.text.index(late)]
+    assert done.finish_reason == "stop"
+    assert done.token_ids == whole.token_ids[: len(done.token_ids)]
+    assert late in text_engine.tokenizer.decode(done.token_ids)
+    assert late not in text_engine.tokenizer.decode(done.token_ids[:-1])
+
+
 def test_committed_tokens_are_as_good_as_a_prompt(golden_engine):
     """Each greedy token is the arg max of the whole text's score; sampling goes on where another call stopped."""
     done = golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=37), TREE)[0].token_ids
@@ -181,13 +197,33 @@ def test_committed_tokens_are_as_good_as_a_prompt(golden_engine):
 @pytest.mark.parametrize("mode", MODES)
 def test_end_of_the_caches_changes_no_token(golden_engine, mode):
     """Blocks and trees reach past the last slot there; a completion ends exactly at ``max_length``."""
-    decode, sampling = DecodeConfig(mode=mode, budget=15), SamplingParams(max_new_tokens=64)
-    text = (
-        PROMPT
-        + golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=243), DecodeConfig(mode="ar"))[0].token_ids
+    num_new = golden_engine.max_length - len(PROMPT)
+    whole = golden_engine.generate(
+        PROMPT, SamplingParams(max_new_tokens=num_new, logprobs=True), DecodeConfig(mode="ar")
     )
+    text = PROMPT + whole[0].token_ids
     assert len(text) == golden_engine.max_length
-    for room in (1, 2, 5):
-        done = golden_engine.generate(text[:-room], sampling, decode)[0]
+    sampling = SamplingParams(max_new_tokens=64, logprobs=True)
+    for room in (1, 2, 5, 13):
+        done = golden_engine.generate(text[:-room], sampling, DecodeConfig(mode=mode, budget=15))[0]
         assert done.token_ids == text[-room:]
+        np.testing.assert_allclose(done.logprobs, whole[0].logprobs[-room:], rtol=0, atol=5e-5)
         assert done.finish_reason == "length"
+
+
+def test_text_stream_never_ends_inside_a_character(text_engine):
+    """However the tokens come in, the pieces so far are a prefix of the text, with no half of a character in it."""
+    stats = Stats(rounds=0, accepted_lengths=[], target_passes=0, prefill_seconds=0.0, decode_seconds=0.0)
+    for seed in range(29):
+        random = np.random.default_rng(seed)
+        token_ids = random.integers(0, 256, 31).tolist()
+        text, shown, stream = text_engine.tokenizer.decode(token_ids), "", TextStream(text_engine.tokenizer, ())
+        assert "\xe9" in text
+        for end in [*sorted(random.integers(0, 31, 7).tolist()), 31]:
+            text_now = text_engine.tokenizer.decode(token_ids[:end])
+            now = Completion(
+                token_ids=token_ids[:end], text=text_now, finish_reason="length", logprobs=None, stats=stats
+            )
+            shown += stream.advance(now, is_running=end < 31)
+            assert text.startswith(shown)
+        assert shown == text

@@ -1,1 +1,1 @@
-"""Kernels and the plain-JAX references that define them. Arrays in, arrays out; no model, no tree."""
+"""Plain-JAX references that define the kernels. Arrays in, arrays out; no model, no tree."""

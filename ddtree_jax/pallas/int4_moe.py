@@ -35,9 +35,9 @@ def int4_moe(
         chosen_TX = expert_TX == number
 
         def with_expert() -> Array:
-            gate_up_2FD = dequantize(expert.gate_up_E2FI, expert.gate_up_scale_E2FG).astype(x_TD.dtype)
-            down_DF = dequantize(expert.down_EDI, expert.down_scale_EDG).astype(x_TD.dtype)
-            gate_TF, up_TF = jnp.einsum("TD,ZFD->ZTF", x_TD, gate_up_2FD)
+            gate_up_2FD = dequantize(expert.gate_up_E2FI, expert.gate_up_scale_E2FG, x_TD.dtype)
+            down_DF = dequantize(expert.down_EDI, expert.down_scale_EDG, x_TD.dtype)
+            gate_TF, up_TF = (jnp.einsum("TD,FD->TF", x_TD, weight_FD) for weight_FD in gate_up_2FD)
             y_TD = jnp.einsum("TF,DF->TD", jax.nn.silu(gate_TF) * up_TF, down_DF)
             weight_T = jnp.sum(jnp.where(chosen_TX, weight_TX, 0.0), axis=1)
             return total_TD + y_TD.astype(jnp.float32) * weight_T[:, None]

@@ -28,8 +28,8 @@ def tree_mla(
     """Latents that the heads attend to.
 
     A row of cache and rows is the latent (``num_latent`` wide, also the value) and the rotated key. ``visible_BTt[b, i, j]``
-    says whether row i sees row j of the same call. Scores and softmax are float32. Slots from ``length_B`` on are never
-    read, whatever they hold.
+    says whether row i sees row j of the same call. Scores and softmax are float32. What slots from ``length_B`` on
+    hold never matters.
     """
     num_slots = cache_BSW.shape[1]
     slot_BS = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (length_B.shape[0], num_slots))

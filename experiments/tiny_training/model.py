@@ -138,8 +138,10 @@ class TrainableKimi(kimi.Kimi):
         """One causal pass from position 0, without a cache."""
         batch, num_tokens = token_ids_BT.shape
         positions_BT = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (batch, num_tokens))
-        no_cache = [None] * len(self.blocks)
-        return self(token_ids_BT, positions_BT, None, None, no_cache)
+        visible_BTt = jnp.broadcast_to(jnp.tri(num_tokens, dtype=bool), (batch, num_tokens, num_tokens))
+        return self(
+            token_ids_BT, positions_BT, visible_BTt, jnp.zeros(batch, jnp.int32), self.init_cache(batch, num_slots=0)
+        )
 
 
 def trainable_parameters(config: KimiConfig) -> Parameters:

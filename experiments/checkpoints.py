@@ -1,0 +1,52 @@
+"""Where experiments find their models: the tiny trained pair, and a cache of converted checkpoints."""
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from checkpoints_tools.convert import convert
+from ddtree_jax.checkpoint import FORMAT_VERSION, METADATA_FILE
+
+TINY_PAIR = Path(__file__).parent / "tiny_kimi"
+
+
+def default_cache_dir() -> Path:
+    """Folder for conversions and compiled programs, under XDG_CACHE_HOME or the home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddtree_jax"
+
+
+def converted(source: str | Path, cache: Path) -> Path:
+    """The converted form of a checkpoint folder: itself, or its place in the cache, filled on first use.
+
+    Raises:
+      ValueError: no such folder, or one that the converter refuses.
+    """
+    folder = Path(source).resolve()
+    if not source or not folder.is_dir():
+        raise ValueError(f"checkpoint folder is {str(source)!r}; an existing folder is needed")
+    if (folder / METADATA_FILE).exists():
+        return folder
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
+    key = hashlib.sha256(repr((str(folder), files, FORMAT_VERSION)).encode()).hexdigest()[:16]
+    out = cache / f"{folder.name}-{key}"
+    if not (out / METADATA_FILE).exists():
+        print(f"converting {source} (once)", file=sys.stderr)
+        _convert_beside(folder, out)
+    return out
+
+
+def _convert_beside(folder: Path, out: Path) -> None:
+    """Converts into a folder of its own and moves that into place, so that runs at the same time do not meet."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.") as temporary:
+        convert(folder, Path(temporary) / "whole")
+        try:
+            (Path(temporary) / "whole").rename(out)
+        except OSError:
+            if (out / METADATA_FILE).exists():
+                return
+            shutil.rmtree(out, ignore_errors=True)
+            (Path(temporary) / "whole").rename(out)
