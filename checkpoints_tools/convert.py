@@ -8,6 +8,8 @@ One part (embedding, layer, head) is in memory at a time. Everything that can be
 checked before the first part is written, and all complaints are reported together.
 """
 
+import contextlib
+import fcntl
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +33,8 @@ from ddtree_jax.checkpoint import (
 )
 from ddtree_jax.config import ConfigError, DFlashConfig, KimiConfig
 from ddtree_jax.sharding import ArrayInfo, Parameters
+
+MARKER = ".converting"
 
 Progress = Callable[[str, int, int, int], None]
 """Called with the part just written, how many are written, how many there are, and bytes written so far."""
@@ -68,11 +72,12 @@ def convert(source: str | Path, out: str | Path, progress: Progress | None = Non
         errors = tensors.errors + list(find_errors(tensors, key_map))
         if errors:
             raise ValueError(f"{source} can't be converted:\n  " + "\n  ".join(errors))
-        _write_parts(out, model.parameters, key_map, tensors, progress or show_progress)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
-    write_metadata(out, metadata)
+        with claim(out):
+            _write_parts(out, model.parameters, key_map, tensors, progress or show_progress)
+            for name in TOKENIZER_FILES:
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, out / name)
+            write_metadata(out, metadata)
     return metadata
 
 
@@ -106,16 +111,33 @@ def is_finished(out: Path, metadata: Metadata) -> bool:
                 f"{out / METADATA_FILE} belongs to another source (other {', '.join(differences)}); "
                 "delete that folder or choose another one"
             )
-        return True
-    ours = {*metadata.arrays, *TOKENIZER_FILES, METADATA_FILE}
-    # Orbax and `write_metadata` put a suffix after a dot to names of what they have not finished.
-    foreign = [path.name for path in out.iterdir() if not {path.name, path.name.split(".")[0], path.stem} & ours]
-    if foreign:
-        raise ValueError(
-            f"{out} holds {', '.join(sorted(foreign))}, which no unfinished conversion of this model leaves; "
-            "an empty folder is needed"
-        )
+        return all((out / part).is_dir() for part in metadata.arrays)
+    names = sorted(path.name for path in out.iterdir())
+    if names and MARKER not in names:
+        raise ValueError(f"{out} holds {', '.join(names)}, not of an unfinished conversion; an empty folder is needed")
     return False
+
+
+@contextlib.contextmanager
+def claim(out: Path) -> Iterator[None]:
+    """Makes a folder this run's alone. While its marker lies there, what it holds is an unfinished conversion.
+
+    Raises:
+      ValueError: the folder can't be written to, or another run holds it.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        marker = (out / MARKER).open("a")
+    except OSError as error:
+        raise ValueError(f"{out} can't be written: {error}") from error
+    with marker:
+        try:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{out}: another run is converting into it; wait until it ends") from error
+        (out / METADATA_FILE).unlink(missing_ok=True)
+        yield
+        (out / MARKER).unlink()
 
 
 def find_errors(tensors: TensorSource, key_map: KeyMap) -> Iterator[str]:
@@ -192,7 +214,7 @@ def main(arguments: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)
     try:
         convert(_SOURCE.value, _OUT.value)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"convert: {error}")
 
 

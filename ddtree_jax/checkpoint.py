@@ -165,7 +165,7 @@ def load(directory: str | Path, parameters: Parameters, mesh: Mesh, dtype: Any) 
 def _restore(checkpointer: Any, path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     try:
         return checkpointer.restore(path, wanted)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # Orbax and its readers raise the bare class too.
         raise ValueError(f"{path} can't be read; convert again ({error})") from error
 
 

@@ -59,16 +59,18 @@ class Cut(NamedTuple):
     at_string: bool
 
 
-def cut_at_stop(token_ids: list[int], ended_by_id: bool, stop: Sequence[str], tokenizer: Tokenizer | None) -> Cut:
+def cut_at_stop(
+    token_ids: list[int], *, is_running: bool, ended_by_id: bool, stop: Sequence[str], tokenizer: Tokenizer | None
+) -> Cut:
     """Text without the stop id; text cut before a stop string, ids behind the token that completes it.
 
     Of several stop strings the one that is complete first counts, so that the cut does not depend on how much was decoded
-    when somebody looked.
+    when somebody looked. While a sequence runs, its text ends before an unfinished character.
     """
     if tokenizer is None:
         return Cut(token_ids, None, False)
     shown = token_ids[:-1] if ended_by_id else token_ids
-    text = tokenizer.decode(shown)
+    text = tokenizer.stream_decoder().push(shown) if is_running else tokenizer.decode(shown)
     found = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
     if not found:
         return Cut(token_ids, text, False)

@@ -78,6 +78,12 @@ class _Attributes:
             raise ConfigError(f"{self._where}: {name} is {value}; at least 1 is allowed")
         return value
 
+    def positive_float(self, name: str, default: Any = ...) -> float:
+        value = self.take(name, float, default)
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{self._where}: {name} is {value}; a finite number above 0 is needed")
+        return value
+
     def require(self, name: str, *allowed: Any) -> None:
         """Consumes an attribute whose other values would need code that is not here. Absent counts as allowed."""
         value = self._values.pop(name, allowed[0])
@@ -127,7 +133,7 @@ class RopeConfig:
         attributes = _Attributes(values, where, ())
         kind = attributes.take("rope_type", str, None) or attributes.take("type", str, "default")
         attributes.require("type", kind)
-        theta = attributes.take("rope_theta", float, theta)
+        theta = attributes.positive_float("rope_theta", theta)
         if kind == "default":
             attributes.finish()
             return cls(theta=theta)
@@ -135,7 +141,7 @@ class RopeConfig:
             raise ConfigError(f"{where}: rope type is {kind!r}; allowed: 'default', 'yarn', 'deepseek_yarn'")
         rope = cls(
             theta=theta,
-            factor=attributes.take("factor", float),
+            factor=attributes.positive_float("factor"),
             beta_fast=attributes.take("beta_fast", float, 32.0),
             beta_slow=attributes.take("beta_slow", float, 1.0),
             original_max_positions=attributes.positive("original_max_position_embeddings"),
@@ -153,7 +159,7 @@ def _read_rope(attributes: _Attributes, where: str) -> RopeConfig:
     parameters = attributes.take("rope_parameters", dict, None)
     if scaling and parameters:
         raise ConfigError(f"{where}: rope_scaling and rope_parameters are both there; only one of them is allowed")
-    theta = attributes.take("rope_theta", float, 10000.0)
+    theta = attributes.positive_float("rope_theta", 10000.0)
     return RopeConfig.from_hf(scaling or parameters, theta, f"{where}: rope_scaling")
 
 
@@ -222,8 +228,8 @@ class KimiConfig:
         config = cls(
             rope=_read_rope(attributes, where),
             eos_token_ids=_token_ids(wrapper_eos if wrapper_eos is not None else eos, f"{where}: eos_token_id"),
-            routed_scaling_factor=attributes.take("routed_scaling_factor", float),
-            rms_norm_eps=attributes.take("rms_norm_eps", float),
+            routed_scaling_factor=attributes.positive_float("routed_scaling_factor"),
+            rms_norm_eps=attributes.positive_float("rms_norm_eps"),
             first_k_dense_replace=attributes.take("first_k_dense_replace", int),
             **{name: attributes.positive(name) for name in _KIMI_SIZES},
         )
@@ -352,7 +358,7 @@ class DFlashConfig:
         layer_types = attributes.take("layer_types", list, None) or ["full_attention"] * sizes["num_hidden_layers"]
         config = cls(
             **sizes,
-            rms_norm_eps=attributes.take("rms_norm_eps", float),
+            rms_norm_eps=attributes.positive_float("rms_norm_eps"),
             rope=rope,
             rope_amplitude=rope.amplitude,
             mask_token_id=mask_token_id,

@@ -65,7 +65,7 @@ class DecodeConfig:
     budget: int = 15
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
+        if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}; allowed: {', '.join(map(repr, MODES))}")
         if not sampling_lib.is_integer(self.budget) or not 0 <= self.budget <= BUDGET_BUCKETS[-1]:
             raise ValueError(f"budget is {self.budget!r}; allowed is an integer from 0 to {BUDGET_BUCKETS[-1]}")

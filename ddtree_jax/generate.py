@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ddtree_jax import checkpoint, decode, dflash, kimi, sharding
-from ddtree_jax.completion import Completion, IdStream, RoundTrace, Stats, TextStream, cut_at_stop
+from ddtree_jax.completion import Completion, Cut, IdStream, RoundTrace, Stats, TextStream, cut_at_stop
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.decode import DecodeConfig, Models, Plan, State
 from ddtree_jax.prompts import Prompt, check_token_ids, read_prompts, read_token_ids
@@ -292,14 +292,23 @@ class Engine:
         for index, params in enumerate(job.params):
             if finish_B[index] != decode.RUNNING:
                 continue
-            if cut_at_stop(_token_ids(state, index), False, params.stop, self.tokenizer).at_string:
+            if self._cut(params, state, index, ended_by_id=False).at_string:
                 finish_B[index] = decode.STOPPED
         return replace(state, finish_B=self._put(finish_B))
+
+    def _cut(self, params: SamplingParams, state: State, index: int, ended_by_id: bool) -> Cut:
+        return cut_at_stop(
+            _token_ids(state, index),
+            is_running=int(state.finish_B[index]) == decode.RUNNING,
+            ended_by_id=ended_by_id,
+            stop=params.stop,
+            tokenizer=self.tokenizer,
+        )
 
     def _completion(self, job: "_Job", progress: "_Progress", index: int) -> Completion:
         state, params = progress.state, job.params[index]
         ended_by_id = int(state.finish_B[index]) == decode.STOPPED and self._ends_with_stop(job, state, index)
-        cut = cut_at_stop(_token_ids(state, index), ended_by_id, params.stop, self.tokenizer)
+        cut = self._cut(params, state, index, ended_by_id)
         num_rounds = int(state.num_rounds_B[index])
         return Completion(
             token_ids=cut.token_ids,

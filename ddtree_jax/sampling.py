@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 MAX_STOP_IDS = 16
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+# Far beyond use; much larger ones have no reciprocal in float32.
+_MAX_TEMPERATURE = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, low, high, what in (
-            ("temperature", 0.0, _MAX_FLOAT32, "a finite number from 0"),
+            ("temperature", 0.0, _MAX_TEMPERATURE, f"a finite number from 0 to {_MAX_TEMPERATURE:g}"),
             ("top_p", math.ulp(0.0), 1.0, "a number above 0, up to 1"),
             ("min_p", 0.0, 1.0, "a number from 0 to 1"),
         ):

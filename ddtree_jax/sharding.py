@@ -1,12 +1,12 @@
 """One table from logical axis names to mesh axes, and the tree that describes every parameter."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("tensor", "expert")
@@ -59,7 +59,7 @@ def make_mesh(text: Any) -> Mesh:
             raise ValueError(f"mesh is {text!r}; allowed: sizes of {' and '.join(MESH_AXES)}, such as 'tensor=8'")
         seen.add(match[1])
         sizes[match[1]] = int(match[2])
-    num_devices = int(np.prod(list(sizes.values())))
+    num_devices = math.prod(sizes.values())
     if num_devices > jax.device_count():
         raise ValueError(f"mesh {text!r} needs {num_devices} devices; there are {jax.device_count()}")
     return jax.make_mesh(

@@ -2,9 +2,7 @@
 
 import hashlib
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from checkpoints_tools.convert import convert
@@ -34,19 +32,5 @@ def converted(source: str | Path, cache: Path) -> Path:
     out = cache / f"{folder.name}-{key}"
     if not (out / METADATA_FILE).exists():
         print(f"converting {source} (once)", file=sys.stderr)
-        _convert_beside(folder, out)
+        convert(folder, out)
     return out
-
-
-def _convert_beside(folder: Path, out: Path) -> None:
-    """Converts into a folder of its own and moves that into place, so that runs at the same time do not meet."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.") as temporary:
-        convert(folder, Path(temporary) / "whole")
-        try:
-            (Path(temporary) / "whole").rename(out)
-        except OSError:
-            if (out / METADATA_FILE).exists():
-                return
-            shutil.rmtree(out, ignore_errors=True)
-            (Path(temporary) / "whole").rename(out)

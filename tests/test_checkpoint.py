@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints_tools.convert import convert
+from checkpoints_tools.convert import claim, convert
 from ddtree_jax import checkpoint, dflash, kimi
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.sharding import make_mesh, sharding_of
@@ -119,9 +119,36 @@ def test_new_weights_of_the_same_size_are_noticed(tmp_path, drafter):
 
 def test_folder_with_something_else_in_it_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("unsaved")
-    with pytest.raises(ValueError, match="holds thesis.tex, which no unfinished conversion"):
+    with pytest.raises(ValueError, match="holds thesis.tex, not of an unfinished conversion"):
         convert(GOLDEN / "drafter", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_folder_named_like_a_part_is_not_ours(tmp_path):
+    (tmp_path / "layer_0").mkdir()
+    (tmp_path / "layer_0/precious.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds layer_0, not of an unfinished conversion"):
+        convert(GOLDEN / "drafter", tmp_path)
+    assert (tmp_path / "layer_0/precious.txt").read_text() == "mine"
+
+
+def test_lost_part_comes_back_by_converting_again(drafter):
+    whole = leaves(load_drafter(drafter))
+    shutil.rmtree(drafter / "layer_1")
+    convert(GOLDEN / "drafter", drafter, quiet)
+    again = leaves(load_drafter(drafter))
+    assert all(np.array_equal(again[key], array) for key, array in whole.items())
+
+
+def test_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file/out can't be written"):
+        convert(GOLDEN / "drafter", tmp_path / "file" / "out", quiet)
+
+
+def test_two_conversions_do_not_share_a_folder(tmp_path):
+    with claim(tmp_path / "out"), pytest.raises(ValueError, match="another run is converting into it"):
+        convert(GOLDEN / "drafter", tmp_path / "out", quiet)
 
 
 @pytest.mark.parametrize("num_written", [1, 5])

@@ -179,6 +179,14 @@ def test_first_complete_stop_string_wins(text_engine, mode):
     assert late not in text_engine.tokenizer.decode(done.token_ids[:-1])
 
 
+def test_unfinished_character_is_no_stop_string(text_engine):
+    """A character that a slice cuts in two is not yet a replacement character."""
+    for seed in range(8):
+        params = SamplingParams(max_new_tokens=23, temperature=3.0, seed=seed, stop=("\ufffd",))
+        plain, tree = (text_engine.generate("f", params, DecodeConfig(mode=mode))[0] for mode in ("ar", "ddtree"))
+        assert (plain.token_ids, plain.text, plain.finish_reason) == (tree.token_ids, tree.text, tree.finish_reason)
+
+
 def test_committed_tokens_are_as_good_as_a_prompt(golden_engine):
     """Each greedy token is the arg max of the whole text's score; sampling goes on where another call stopped."""
     done = golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=37), TREE)[0].token_ids
