@@ -1,4 +1,4 @@
-"""Which Hugging Face tensor becomes which part of which array: the only place with Hugging Face tensor names.
+"""Which Hugging Face tensor becomes which part of which array: the converter's only place with their names.
 
 Linear weights are published as [out, in] and kept as [in, out], with heads as axes of their own. Packed experts stay
 [out, in / 8], as the kernels read them; an expert's gate and up projection lie one behind the other. ::

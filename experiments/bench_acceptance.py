@@ -18,7 +18,7 @@ from experiments.checkpoints import TINY_PAIR, converted, default_cache_dir
 from experiments.results_file import provenance, write_lines
 from experiments.tiny_training.corpus import held_out_sources
 
-_NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 20, "Held-out files, in the order of their hashes.", lower_bound=1)
+_NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 16, "Held-out files, in the order of their hashes.", lower_bound=1)
 _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 96, "Tokens of each file that are given.", lower_bound=1)
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 128, "Tokens to generate for each.", lower_bound=1)
 _TEMPERATURES = flags.DEFINE_list("temperatures", ["0", "0.8"], "With top-p 0.95 where above 0.")
