@@ -109,7 +109,10 @@ class Context:
 class Round:
     """What the last round did: its tree, the accepted path (node numbers, root first) and the path's length."""
 
-    tree: Tree
+    token_BN: Int32[Array, "B N"]
+    parent_BN: Int32[Array, "B N"]
+    depth_BN: Int32[Array, "B N"]
+    count_B: Int32[Array, "B"]
     path_BT: Int32[Array, "B T"]
     accepted_B: Int32[Array, "B"]
 
@@ -121,7 +124,7 @@ class State:
 
     ``root_B`` is the last emitted token, which no cache holds yet. ``tokens_BM`` and ``logprobs_BM`` hold the first
     ``num_tokens_B`` emitted tokens, ``accepted_BM`` the path lengths of the first ``num_rounds_B`` rounds. ``finish_B`` is
-    RUNNING, STOPPED (a stop id) or FULL (as many tokens as allowed).
+    RUNNING, STOPPED (a stop id, or by the host) or FULL (as many tokens as allowed).
     """
 
     target_cache: Cache
@@ -215,14 +218,14 @@ def begin(models: Models, context: Context, sampling: SamplingArrays, plan: Plan
 
 def _no_round(batch: int, plan: Plan) -> Round:
     nodes_BN = jnp.zeros((batch, plan.num_nodes), jnp.int32)
-    tree = Tree(
+    return Round(
         token_BN=nodes_BN,
         parent_BN=nodes_BN,
         depth_BN=nodes_BN,
         count_B=nodes_BN[:, 0],
-        visible_BNn=jnp.zeros((batch, plan.num_nodes, plan.num_nodes), bool),
+        path_BT=jnp.zeros((batch, plan.depth + 1), jnp.int32),
+        accepted_B=nodes_BN[:, 0],
     )
-    return Round(tree=tree, path_BT=jnp.zeros((batch, plan.depth + 1), jnp.int32), accepted_B=nodes_BN[:, 0])
 
 
 def _emit(state: State, token_BT: Array, logprob_BT: Array, count_B: Array, sampling: SamplingArrays) -> State:
@@ -270,14 +273,22 @@ def decode_round(models: Models, state: State, sampling: SamplingArrays, plan: P
         path_BT, accepted_B = tree_lib.walk(tree, drawn_BN, plan.depth)
         accepted_B = jnp.where(state.finish_B == RUNNING, accepted_B, 0)
         emitted_BT = jnp.take_along_axis(drawn_BN, path_BT, axis=1)
-        logprob_BT = jnp.take_along_axis(sampling_lib.log_probability(logits_BNV, drawn_BN), path_BT, axis=1)
+        path_logits_BTV = jnp.take_along_axis(logits_BNV, path_BT[..., None], axis=1)
+        logprob_BT = sampling_lib.log_probability(path_logits_BTV, emitted_BT)
     with jax.named_scope("commit"):
         state = _commit(models, state, plan, out, path_BT, accepted_B)
         last_B1 = jnp.maximum(accepted_B - 1, 0)[:, None]
         state = replace(
             state,
             root_B=jnp.where(accepted_B > 0, jnp.take_along_axis(emitted_BT, last_B1, axis=1)[:, 0], state.root_B),
-            last=Round(tree=tree, path_BT=path_BT, accepted_B=accepted_B),
+            last=Round(
+                token_BN=tree.token_BN,
+                parent_BN=tree.parent_BN,
+                depth_BN=tree.depth_BN,
+                count_B=tree.count_B,
+                path_BT=path_BT,
+                accepted_B=accepted_B,
+            ),
             rounds=state.rounds + 1,
         )
         return _emit(state, emitted_BT, logprob_BT, accepted_B, sampling)

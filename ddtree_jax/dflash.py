@@ -49,6 +49,13 @@ class Block(Layer):
         key_BTJR = rms_norm(key_BTJR, self.k_norm_R[...], self.config.rms_norm_eps)
         return self._rotate(key_BTJR, positions_BT), jnp.einsum("BTD,DJR->BTJR", x_BTD, self.v_DJR[...])
 
+    def query(self, x_BTD: Float[Array, "B T D"], positions_BT: Int32[Array, "B T"]) -> Float[Array, "B T J Q R"]:
+        config = self.config
+        q_BTJQR = jnp.einsum("BTD,DJQR->BTJQR", x_BTD, self.q_DJQR[...])
+        q_BTJQR = rms_norm(q_BTJQR, self.q_norm_R[...], config.rms_norm_eps)
+        heads_BTHR = q_BTJQR.reshape(*x_BTD.shape[:2], config.num_attention_heads, config.head_dim)
+        return self._rotate(heads_BTHR, positions_BT).reshape(q_BTJQR.shape)
+
     def _rotate(self, x_BTJR: Array, positions_BT: Array) -> Array:
         config = self.config
         return rotate(x_BTJR, positions_BT, config.rope, interleaved=False, amplitude=config.rope_amplitude)
@@ -75,10 +82,7 @@ class Block(Layer):
 
     def attend(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: KeyValue) -> Array:
         config = self.config
-        q_BTJQR = jnp.einsum("BTD,DJQR->BTJQR", x_BTD, self.q_DJQR[...])
-        q_BTJQR = rms_norm(q_BTJQR, self.q_norm_R[...], config.rms_norm_eps)
-        heads_BTHR = q_BTJQR.reshape(*x_BTD.shape[:2], config.num_attention_heads, config.head_dim)
-        q_BTJQR = self._rotate(heads_BTHR, positions_BT).reshape(q_BTJQR.shape)
+        q_BTJQR = self.query(x_BTD, positions_BT)
         key_BTJR, value_BTJR = self.key_value(x_BTD, positions_BT)
         num_slots = cache[0].shape[1]
         context_BTS, block_BTt = self._visible(positions_BT, length_B, num_slots)

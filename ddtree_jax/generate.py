@@ -364,20 +364,20 @@ def _token_ids(state: State, index: int) -> list[int]:
 
 def _trace(state: State) -> RoundTrace | None:
     """The last round of sequence 0; None before the first one."""
-    accepted = int(state.last.accepted_B[0])
+    last = state.last
+    accepted = int(last.accepted_B[0])
     if accepted == 0:
         return None
-    tree = state.last.tree
     token_N, depth_N, parent_N = (
-        np.asarray(column[0])[: int(tree.count_B[0])].tolist()
-        for column in (tree.token_BN, tree.depth_BN, tree.parent_BN)
+        np.asarray(column[0])[: int(last.count_B[0])].tolist()
+        for column in (last.token_BN, last.depth_BN, last.parent_BN)
     )
     return RoundTrace(
         start=int(state.length_B[0]) - accepted,
         token_ids=token_N,
         depths=depth_N,
         parents=parent_N,
-        accepted=np.asarray(state.last.path_BT[0])[:accepted].tolist(),
+        accepted=np.asarray(last.path_BT[0])[:accepted].tolist(),
     )
 
 

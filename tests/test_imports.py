@@ -32,9 +32,7 @@ LEVELS = (
 LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 # Imports inside a level that are meant; any other sibling is out of reach.
 SIBLINGS = {
-    "sharding": {"config"},
     "quant": {"config"},
-    "tokenizer": {"config"},
     "pallas": {"pallas"},
     "generate": {"completion"},
     "__init__": {"completion", "generate"},

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-NUM_BASE, NUM_SPECIAL = 3840, 256
+from ddtree_jax.tokenizer import NUM_SPECIAL
+
+NUM_BASE = 3840
 VOCAB_SIZE = NUM_BASE + NUM_SPECIAL
 BOS, END_OF_TURN, MEDIA_PAD, MASK, PAD = (NUM_BASE + offset for offset in (0, 2, 21, 254, 255))
 
@@ -110,8 +112,8 @@ _QUANTIZATION = {
 }
 
 
-def target_config(**changes: int | float) -> dict[str, Any]:
-    """The target's ``config.json``; ``changes`` replaces sizes by name."""
+def target_config() -> dict[str, Any]:
+    """The target's ``config.json``."""
     text = {
         **_TRANSFORMERS_DEFAULTS,
         **_TARGET_SIZES,
@@ -146,7 +148,6 @@ def target_config(**changes: int | float) -> dict[str, Any]:
         "topk_group": 1,
         "topk_method": "noaux_tc",
         "use_cache": True,
-        **changes,
     }
     return {
         "architectures": ["KimiK25ForConditionalGeneration"],
@@ -169,9 +170,8 @@ def target_config(**changes: int | float) -> dict[str, Any]:
     }
 
 
-def drafter_config(target_layer_ids: list[int], sliding_window: int = 512, **changes: int) -> dict[str, Any]:
-    """The drafter's ``config.json``: all layers slide but the last; ``changes`` replaces sizes by name."""
-    sizes = {**_DRAFTER_SIZES, **changes}
+def drafter_config(target_layer_ids: list[int]) -> dict[str, Any]:
+    """The drafter's ``config.json``: all layers slide but the last."""
     return {
         "architectures": ["DFlashDraftModel"],
         "attention_bias": False,
@@ -180,14 +180,14 @@ def drafter_config(target_layer_ids: list[int], sliding_window: int = 512, **cha
         "dtype": "bfloat16",
         "hidden_act": "silu",
         "initializer_range": 0.02,
-        "layer_types": ["sliding_attention"] * (sizes["num_hidden_layers"] - 1) + ["full_attention"],
+        "layer_types": ["sliding_attention"] * (_DRAFTER_SIZES["num_hidden_layers"] - 1) + ["full_attention"],
         "max_position_embeddings": _MAX_POSITIONS,
         "model_type": "qwen3",
         "rms_norm_eps": 1e-5,
         "rope_parameters": {**_ROPE, "rope_theta": _THETA, "rope_type": "deepseek_yarn"},
-        "sliding_window": sliding_window,
+        "sliding_window": 512,
         "tie_word_embeddings": False,
         "use_cache": True,
         "use_sliding_window": True,
-        **sizes,
+        **_DRAFTER_SIZES,
     }

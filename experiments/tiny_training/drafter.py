@@ -22,7 +22,7 @@ from jaxtyping import Array, BFloat16, Float, Int32, UInt16
 
 from ddtree_jax import dflash, sharding
 from ddtree_jax.config import DFlashConfig
-from ddtree_jax.layers import Layer, rms_norm
+from ddtree_jax.layers import Layer
 from experiments.tiny_training.model import Arrays
 from experiments.tiny_training.optimizer import Clock, apply_updates, learning_rate, make_optimizer
 from experiments.tiny_training.samples import Samples
@@ -62,10 +62,7 @@ class AnchoredBlock(dflash.Block):
 
     def attend(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: dflash.KeyValue) -> Array:
         config = self.config
-        q_BTJQR = jnp.einsum("BTD,DJQR->BTJQR", x_BTD, self.q_DJQR[...])
-        q_BTJQR = rms_norm(q_BTJQR, self.q_norm_R[...], config.rms_norm_eps)
-        heads_BTHR = q_BTJQR.reshape(*x_BTD.shape[:2], config.num_attention_heads, config.head_dim)
-        q_BTJQR = self._rotate(heads_BTHR, positions_BT).reshape(q_BTJQR.shape)
+        q_BTJQR = self.query(x_BTD, positions_BT)
         key_BtJR, value_BtJR = self.key_value(x_BTD, positions_BT)
         key_bSJR, value_bSJR = cache
         num_sequences, num_slots = key_bSJR.shape[:2]
