@@ -119,11 +119,15 @@ def read_metadata(directory: str | Path, kind: str | None = None) -> Metadata:
     """
     directory = Path(directory)
     path = directory / METADATA_FILE
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"{directory} can't be read; a converted checkpoint is needed ({error.strerror})") from error
+    if not is_there:
         raise ValueError(f"{directory} {_without_metadata(directory)}")
     try:
         metadata = Metadata.from_json(path.read_text())
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         raise ValueError(f"{path}: {error}") from error
     if kind not in (None, metadata.kind):
         raise ValueError(f"{directory} holds a {metadata.kind!r} model; {kind!r} is needed here")
@@ -140,17 +144,29 @@ def _without_metadata(directory: Path) -> str:
     return f"has no {METADATA_FILE}; a converted checkpoint is needed"
 
 
+def check(directory: str | Path, parameters: Parameters, mesh: Mesh) -> None:
+    """Whether a checkpoint can be loaded, as far as its metadata tells.
+
+    Raises:
+      ValueError: as `read_metadata`; an array that ``parameters`` does not have, or the other way round; another shape
+        or stored dtype; an array that does not divide over the mesh. All are named.
+    """
+    _check_arrays(Path(directory), read_metadata(directory).arrays, stored_arrays(parameters))
+    for infos in parameters.values():
+        for name, info in infos.items():
+            sharding_of(info, mesh, name)
+
+
 def load(directory: str | Path, parameters: Parameters, mesh: Mesh, dtype: Any) -> dict[str, dict[str, jax.Array]]:
     """Arrays of a checkpoint, each restored straight into its place on the mesh.
 
     ``dtype`` is the compute dtype, for the parameters that name none.
 
     Raises:
-      ValueError: as `read_metadata`; an array that ``parameters`` does not have, or the other way round; another shape
-        or stored dtype; a part that can't be read. All are named.
+      ValueError: as `check`, before anything is read; a part that can't be read. It is named.
     """
     directory = Path(directory).absolute()
-    _check_arrays(directory, read_metadata(directory).arrays, stored_arrays(parameters))
+    check(directory, parameters, mesh)
     wanted = {
         part: {
             name: jax.ShapeDtypeStruct(info.shape, info.dtype or dtype, sharding=sharding_of(info, mesh, name))

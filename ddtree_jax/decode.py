@@ -15,7 +15,7 @@ from ddtree_jax import penalties
 from ddtree_jax import sampling as sampling_lib
 from ddtree_jax import tree as tree_lib
 from ddtree_jax.cache import Cache, append, take_rows
-from ddtree_jax.sampling_params import MAX_TOP_LOGPROBS, SamplingArrays, is_integer
+from ddtree_jax.sampling_params import MAX_TOP_LOGPROBS, SamplingArrays, is_integer, shown
 from ddtree_jax.tree import Tree
 
 MODES = ("ar", "chain", "ddtree")
@@ -67,9 +67,9 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str) or self.mode not in MODES:
-            raise ValueError(f"mode is {self.mode!r}; allowed: {', '.join(map(repr, MODES))}")
+            raise ValueError(f"mode is {shown(self.mode)}; allowed: {', '.join(map(repr, MODES))}")
         if not is_integer(self.budget) or not 0 <= self.budget <= BUDGET_BUCKETS[-1]:
-            raise ValueError(f"budget is {self.budget!r}; allowed is an integer from 0 to {BUDGET_BUCKETS[-1]}")
+            raise ValueError(f"budget is {shown(self.budget)}; allowed is an integer from 0 to {BUDGET_BUCKETS[-1]}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,5 @@
 """The engine: loads a target and a drafter, and turns prompts into completions with one compiled loop a batch."""
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,8 +19,8 @@ from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.decode import DecodeConfig, Models, Plan, State
 from ddtree_jax.output import Output, Progress, completions, trace
 from ddtree_jax.prefix_cache import PrefixCache
-from ddtree_jax.prompts import Prompt, check_token_ids, read_prompts, read_token_ids
-from ddtree_jax.sampling_params import SamplingArrays, SamplingParams, is_integer, is_number
+from ddtree_jax.prompts import Limits, Prompt, read_prompts, read_token_ids
+from ddtree_jax.sampling_params import SamplingArrays, SamplingParams, is_integer, is_number, shown
 from ddtree_jax.tokenizer import Tokenizer
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -31,6 +30,8 @@ PREFILL_BUCKETS = (16, 64, 256, 1024)
 """Tokens that a chunk of prefill is filled up to, if it is narrower than ``prefill_chunk``."""
 
 MAX_CHUNK = 4096
+AMPLITUDES = (0.001, 1000.0)
+"""Smallest and largest ``drafter_rope_amplitude``."""
 
 ALL_ROUNDS = 2**31 - 1
 STREAM_ROUNDS = 4
@@ -106,11 +107,13 @@ class Engine:
           ValueError: a wrong argument, a folder that is no finished checkpoint, or two models that do not fit.
         """
         if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(map(repr, _DTYPES))}")
+            raise ValueError(f"dtype is {shown(dtype)}; allowed: {', '.join(map(repr, _DTYPES))}")
         _check_options(prefill_chunk, prefix_cache)
+        _check_drafter_options(drafter, drafter_rope_amplitude, drafter_sliding_causal)
         for name, folder in (("target", target), ("drafter", drafter)):
-            if not isinstance(folder, (str, Path)) and (name, folder) != ("drafter", None):
-                raise ValueError(f"{name} is {folder!r}; allowed is the folder of a converted checkpoint")
+            is_folder = isinstance(folder, (str, Path)) and folder != ""
+            if not is_folder and (name, folder) != ("drafter", None):
+                raise ValueError(f"{name} is {shown(folder)}; allowed is the folder of a converted checkpoint")
         device_mesh = sharding.make_mesh(mesh)
         target_config = KimiConfig.from_hf(checkpoint.read_metadata(target, "kimi").config)
         drafter_config = None
@@ -119,6 +122,8 @@ class Engine:
         has_tokenizer = (Path(target) / "tiktoken.model").exists()
         tokenizer = Tokenizer.from_directory(target) if has_tokenizer else None
         _check_pair(target_config, drafter_config, max_length, tokenizer)
+        if drafter_config:
+            checkpoint.check(drafter, dflash.parameters(drafter_config), device_mesh)
         arrays = checkpoint.load(target, kimi.parameters(target_config), device_mesh, _DTYPES[dtype])
         capture = drafter_config.target_layer_ids if drafter_config else ()
         drafter_model = None
@@ -209,8 +214,9 @@ class Engine:
 
     def _read_prompts(self, prompts: Any, thinking: Any) -> list[Prompt]:
         if not isinstance(thinking, bool):
-            raise ValueError(f"thinking is {thinking!r}; allowed are True and False")
-        return read_prompts(prompts, self.tokenizer, thinking)
+            raise ValueError(f"thinking is {shown(thinking)}; allowed are True and False")
+        limits = Limits(self._vocab_size, self.max_length - 1, f"max_length {self.max_length}, less 1 new token")
+        return read_prompts(prompts, self.tokenizer, thinking, limits, BATCH_BUCKETS[-1])
 
     def _one_prompt(self, prompt: Any, thinking: Any) -> list[Prompt]:
         prompts = self._read_prompts(prompt, thinking)
@@ -219,9 +225,7 @@ class Engine:
         return prompts
 
     def _token_ids(self, token_ids: Any) -> list[int]:
-        checked = read_token_ids(token_ids, "token_ids")
-        check_token_ids(checked, "token_ids", self._vocab_size, self.max_length, "max_length")
-        return checked
+        return read_token_ids(token_ids, "token_ids", Limits(self._vocab_size, self.max_length, "max_length"))
 
     def _drafter_config(self, needed_by: str) -> DFlashConfig:
         if self.models.drafter is None:
@@ -238,27 +242,22 @@ class Engine:
 
     def _job(self, prompts: list[Prompt], sampling: Any, decode_config: DecodeConfig) -> "_Job":
         """Checks everything that can be wrong before anything is computed."""
-        if len(prompts) > BATCH_BUCKETS[-1]:
-            raise ValueError(f"prompts holds {len(prompts)} prompts; allowed are at most {BATCH_BUCKETS[-1]}")
         if not isinstance(decode_config, DecodeConfig):
-            raise ValueError(f"decode is {decode_config!r}; a DecodeConfig is needed")
+            raise ValueError(f"decode is {shown(decode_config)}; a DecodeConfig is needed")
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-            raise ValueError(f"sampling is {sampling!r}; allowed is a SamplingParams, or a list of one a prompt")
+            raise ValueError(f"sampling is {shown(sampling)}; allowed is a SamplingParams, or a list of one a prompt")
         if len(params) != len(prompts):
             raise ValueError(f"sampling has {len(params)} entries; allowed are {len(prompts)}, one a prompt")
-        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            name = f"prompts[{index}]"
-            most = self.max_length - 1
-            check_token_ids(
-                prompt.token_ids, name, self._vocab_size, most, f"max_length {self.max_length}, less 1 new token"
-            )
+        for one in params:
             for name, ids in (("stop_token_ids", one.stop_token_ids), ("logit_bias", one.logit_bias)):
                 for token in ids:
                     if not 0 <= token < self._vocab_size:
-                        raise ValueError(f"{name} has {token}; allowed are 0 to {self._vocab_size - 1}")
+                        raise ValueError(f"{name} has {shown(token)}; allowed are 0 to {self._vocab_size - 1}")
             if one.stop and self.tokenizer is None:
-                raise ValueError(f"stop is {one.stop!r}, but the checkpoint has no tokenizer; allowed: stop_token_ids")
+                raise ValueError(
+                    f"stop is {shown(one.stop)}, but the checkpoint has no tokenizer; allowed: stop_token_ids"
+                )
         depth, mask_token_id = 0, 0
         if decode_config.mode != "ar" and decode_config.budget > 0:
             drafter_config = self._drafter_config(f"mode {decode_config.mode!r}")
@@ -388,33 +387,41 @@ class _Job:
     budget: int
 
 
-def _read_drafter_config(directory: str | Path, rope_amplitude: Any, sliding_causal: Any) -> DFlashConfig:
+def _read_drafter_config(directory: str | Path, rope_amplitude: float | None, sliding_causal: bool) -> DFlashConfig:
     """A drafter's config with the two switches on which published engines differ."""
     config = DFlashConfig.from_hf(checkpoint.read_metadata(directory, "dflash").config)
+    amplitude = config.rope_amplitude if rope_amplitude is None else float(rope_amplitude)
+    return replace(config, sliding_causal=sliding_causal, rope_amplitude=amplitude)
+
+
+def _check_drafter_options(drafter: Any, rope_amplitude: Any, sliding_causal: Any) -> None:
+    low, high = AMPLITUDES
+    if rope_amplitude is not None and not (is_number(rope_amplitude) and low <= rope_amplitude <= high):
+        raise ValueError(f"drafter_rope_amplitude is {shown(rope_amplitude)}; allowed is a number from {low} to {high}")
     if not isinstance(sliding_causal, bool):
-        raise ValueError(f"drafter_sliding_causal is {sliding_causal!r}; allowed are True and False")
-    if rope_amplitude is None:
-        return replace(config, sliding_causal=sliding_causal)
-    if not is_number(rope_amplitude) or not 0 < rope_amplitude < math.inf:
-        raise ValueError(f"drafter_rope_amplitude is {rope_amplitude!r}; allowed is a finite number above 0")
-    return replace(config, sliding_causal=sliding_causal, rope_amplitude=float(rope_amplitude))
+        raise ValueError(f"drafter_sliding_causal is {shown(sliding_causal)}; allowed are True and False")
+    if drafter is None and rope_amplitude is not None:
+        raise ValueError(f"drafter_rope_amplitude is {shown(rope_amplitude)} without a drafter; allowed is None")
+    if drafter is None and not sliding_causal:
+        raise ValueError("drafter_sliding_causal is False without a drafter; allowed is True")
 
 
 def _check_options(prefill_chunk: Any, prefix_cache: Any) -> None:
     if not is_integer(prefill_chunk) or not 1 <= prefill_chunk <= MAX_CHUNK:
-        raise ValueError(f"prefill_chunk is {prefill_chunk!r}; allowed is an integer from 1 to {MAX_CHUNK}")
+        raise ValueError(f"prefill_chunk is {shown(prefill_chunk)}; allowed is an integer from 1 to {MAX_CHUNK}")
     if not isinstance(prefix_cache, bool):
-        raise ValueError(f"prefix_cache is {prefix_cache!r}; allowed are True and False")
+        raise ValueError(f"prefix_cache is {shown(prefix_cache)}; allowed are True and False")
 
 
 def _check_pair(target: KimiConfig, drafter: DFlashConfig | None, max_length: Any, tokenizer: Tokenizer | None) -> None:
     if not is_integer(max_length) or not 2 <= max_length <= target.max_position_embeddings:
         raise ValueError(
-            f"max_length is {max_length!r}; allowed is an integer from 2 to {target.max_position_embeddings} "
+            f"max_length is {shown(max_length)}; allowed is an integer from 2 to {target.max_position_embeddings} "
             "(the target's max_position_embeddings)"
         )
-    if tokenizer is not None and tokenizer.vocab_size > target.vocab_size:
-        raise ValueError(f"tokenizer has {tokenizer.vocab_size} ids; the target allows {target.vocab_size}")
+    # Fewer would do until the target draws an id without text.
+    if tokenizer is not None and tokenizer.vocab_size != target.vocab_size:
+        raise ValueError(f"tokenizer has {tokenizer.vocab_size} ids; this target allows {target.vocab_size}")
     if drafter is None:
         return
     for name, needed in (

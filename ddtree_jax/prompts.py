@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddtree_jax.sampling_params import is_integer
+from ddtree_jax.sampling_params import BYTES, is_integer, shown
 from ddtree_jax.tokenizer import Tokenizer
 
 _ALLOWED = "a string, a list of strings, token ids, a list of lists of token ids, or chat messages"
@@ -20,58 +20,74 @@ class Prompt:
     is_text: bool
 
 
-def read_prompts(prompts: Any, tokenizer: Tokenizer | None, thinking: bool) -> list[Prompt]:
+class Limits(NamedTuple):
+    """Ids that there are, how many of them fit, and what says so."""
+
+    vocab_size: int
+    num_tokens: int
+    why: str
+
+
+def read_prompts(
+    prompts: Any, tokenizer: Tokenizer | None, thinking: bool, limits: Limits, num_prompts: int
+) -> list[Prompt]:
     """One prompt or several, in any of the forms that `Engine.generate` takes.
 
     Raises:
-      ValueError: another form, nothing at all, or text without a tokenizer.
+      ValueError: another form, nothing at all, more than ``num_prompts``, what `read_token_ids` refuses, or text without a
+        tokenizer.
     """
-    if isinstance(prompts, str):
-        return [Prompt(_tokenizer(tokenizer).encode(prompts), True)]
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise ValueError(f"prompts is {prompts!r}; allowed: {_ALLOWED}")
+    if not isinstance(prompts, Sequence) or isinstance(prompts, BYTES):
+        raise ValueError(f"prompts is {shown(prompts)}; allowed: {_ALLOWED}")
+    if isinstance(prompts, str):
+        prompts = [prompts]
     if not prompts:
         raise ValueError(f"prompts is empty; allowed: {_ALLOWED}")
-    if all(isinstance(prompt, str) for prompt in prompts):
-        return [Prompt(_tokenizer(tokenizer).encode(prompt), True) for prompt in prompts]
-    if all(isinstance(prompt, Mapping) for prompt in prompts):
-        return [Prompt(_tokenizer(tokenizer).encode_chat(prompts, thinking=thinking), True)]
-    if all(is_integer(prompt) for prompt in prompts):
-        return [Prompt([int(token) for token in prompts], False)]
-    return [Prompt(_read_one_of_many(prompt, index), False) for index, prompt in enumerate(prompts)]
+    first = prompts[0]
+    if isinstance(first, Mapping):
+        token_ids = _tokenizer(tokenizer).encode_chat(prompts, thinking=thinking)
+        return [Prompt(read_token_ids(token_ids, "prompts[0]", limits), True)]
+    if is_integer(first):
+        return [Prompt(read_token_ids(prompts, "prompts[0]", limits), False)]
+    if len(prompts) > num_prompts:
+        raise ValueError(f"prompts holds {len(prompts)} prompts; allowed are at most {num_prompts}")
+    if isinstance(first, str):
+        return [Prompt(_encode(tokenizer, prompt, index, limits), True) for index, prompt in enumerate(prompts)]
+    if not isinstance(first, (Sequence, np.ndarray)) or isinstance(first, BYTES):
+        raise ValueError(f"prompts[0] is {shown(first)}; allowed: {_ALLOWED}")
+    return [Prompt(read_token_ids(prompt, f"prompts[{index}]", limits), False) for index, prompt in enumerate(prompts)]
 
 
-def read_token_ids(token_ids: Any, name: str) -> list[int]:
-    """One list of token ids. Raises ValueError if it is anything else."""
+def read_token_ids(token_ids: Any, name: str, limits: Limits) -> list[int]:
+    """One list of token ids. Raises ValueError if it is anything else, empty or too long, or if one is no token's."""
     if isinstance(token_ids, np.ndarray):
         token_ids = token_ids.tolist()
-    if (
-        not isinstance(token_ids, Sequence)
-        or isinstance(token_ids, (str, bytes))
-        or not all(map(is_integer, token_ids))
-    ):
-        raise ValueError(f"{name} is {token_ids!r}; a list of token ids is needed")
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, *BYTES)):
+        raise ValueError(f"{name} is {shown(token_ids)}; a list of token ids is needed")
+    if not token_ids:
+        raise ValueError(f"{name} is empty; allowed are 1 to {limits.num_tokens} token ids")
+    if len(token_ids) > limits.num_tokens:
+        most = f"{limits.num_tokens} ({limits.why})"
+        raise ValueError(f"{name} has {len(token_ids)} token ids; allowed are at most {most}")
+    for index, token in enumerate(token_ids):
+        if not is_integer(token) or not 0 <= token < limits.vocab_size:
+            allowed = f"token ids from 0 to {limits.vocab_size - 1}"
+            raise ValueError(f"{name} has {shown(token)} at index {index}; allowed are {allowed}")
     return [int(token) for token in token_ids]
 
 
-def check_token_ids(token_ids: Sequence[int], name: str, vocab_size: int, most: int, why: str) -> None:
-    """Raises ValueError for an empty prompt, one of more than ``most`` ids, or an id outside the vocabulary."""
-    if not token_ids:
-        raise ValueError(f"{name} is empty; allowed are 1 to {most} token ids")
-    if len(token_ids) > most:
-        raise ValueError(f"{name} has {len(token_ids)} token ids; allowed are at most {most} ({why})")
-    for index, token in enumerate(token_ids):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{name}: token id {token} at index {index}; allowed are 0 to {vocab_size - 1}")
-
-
-def _read_one_of_many(prompt: Any, index: int) -> list[int]:
+def _encode(tokenizer: Tokenizer | None, text: Any, index: int, limits: Limits) -> list[int]:
+    name = f"prompts[{index}]"
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is {shown(text)}; a string is needed, as prompts[0] is one")
+    encoder = _tokenizer(tokenizer)
     try:
-        return read_token_ids(prompt, f"prompts[{index}]")
+        token_ids = encoder.encode(text)
     except ValueError as error:
-        raise ValueError(f"{error}, as prompts may be {_ALLOWED}") from None
+        raise ValueError(f"{name}: {error}") from None
+    return read_token_ids(token_ids, name, limits)
 
 
 def _tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:

@@ -1,8 +1,9 @@
 """What a user may ask of sampling, checked on the host, and the same for a batch on the device."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -15,6 +16,9 @@ MAX_BIASED_IDS = 300
 MAX_TOP_LOGPROBS = 20
 
 Number = float | int
+
+BYTES = (bytes, bytearray, memoryview)
+"""Sequences of integers that nobody means as token ids."""
 
 # Far beyond use; much larger ones have no reciprocal in float32.
 _MAX_TEMPERATURE = 1e6
@@ -47,6 +51,8 @@ class SamplingParams:
     ``stop_token_ids`` come on top of the model's own end-of-sequence ids, unless ``ignore_eos``; ``stop`` are strings, which
     are cut from the text. ``logprobs`` and the ``top_logprobs`` best alternatives are taken before all of the above.
 
+    Lists and dicts are copied.
+
     Raises:
       ValueError: a value out of range, named.
     """
@@ -69,10 +75,13 @@ class SamplingParams:
     logit_bias: Mapping[int, Number] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            if isinstance(value := getattr(self, one.name), np.generic):
+                object.__setattr__(self, one.name, value.item())  # numpy compares in the narrower type
         for name, low, high, what in _NUMBERS:
             value = getattr(self, name)
             if not is_number(value) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; allowed is {what}")
+                raise ValueError(f"{name} is {shown(value)}; allowed is {what}")
         for name, low, high in (
             ("top_k", 0, 2**31 - 1),
             ("seed", 0, 2**32 - 1),
@@ -82,17 +91,20 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             if not is_integer(value) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; allowed is an integer from {low} to {high}")
+                why = " (max_new_tokens)" if name == "min_new_tokens" else ""
+                raise ValueError(f"{name} is {shown(value)}; allowed is an integer from {low} to {high}{why}")
         for name in ("ignore_eos", "logprobs"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are True and False")
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} is {shown(value)}; allowed are True and False")
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs is {self.top_logprobs} without logprobs; allowed is 0, or logprobs=True")
-        _check_sequence("stop_token_ids", self.stop_token_ids, is_integer, "integers")
-        if isinstance(self.stop, str):
-            raise ValueError(f"stop is {self.stop!r}; allowed is a list of strings, not a string")
+        _check_sequence(
+            "stop_token_ids", self.stop_token_ids, is_integer, f"at most {MAX_STOP_IDS} integers", MAX_STOP_IDS
+        )
         _check_sequence("stop", self.stop, lambda text: isinstance(text, str) and text != "", "non-empty strings")
         _check_bias(self.logit_bias)
+        for name, copied in (("stop_token_ids", tuple), ("stop", tuple), ("logit_bias", dict)):
+            object.__setattr__(self, name, copied(getattr(self, name)))
 
 
 def is_number(value: Any) -> bool:
@@ -103,19 +115,39 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _check_sequence(name: str, values: Any, is_allowed: Any, what: str) -> None:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not all(map(is_allowed, values)):
-        raise ValueError(f"{name} is {values!r}; allowed is a list of {what}")
+_SHOWN = reprlib.Repr(maxlevel=4, maxdict=8, maxlist=8, maxtuple=8, maxset=8, maxstring=80, maxlong=80, maxother=80)
+
+
+def shown(value: Any) -> str:
+    """A value as error messages show it: not as long or as deep as it may be."""
+    try:
+        return _SHOWN.repr(value)
+    except ValueError:  # Python turns no integer into more than 4300 digits.
+        return f"{type(value).__name__} of too many digits"
+
+
+def _check_sequence(
+    name: str, values: Any, is_allowed: Callable[[Any], bool], what: str, most: int | None = None
+) -> None:
+    if isinstance(values, (str, *BYTES)) or not isinstance(values, Sequence):
+        raise ValueError(f"{name} is {shown(values)}; allowed is a list of {what}")
+    if most is not None and len(values) > most:
+        raise ValueError(f"{name} has {len(values)} entries; allowed is a list of {what}")
+    for index, value in enumerate(values):
+        if not is_allowed(value):
+            raise ValueError(f"{name}[{index}] is {shown(value)}; allowed is a list of {what}")
 
 
 def _check_bias(bias: Any) -> None:
-    if not isinstance(bias, Mapping) or not all(map(is_integer, bias)):
-        raise ValueError(f"logit_bias is {bias!r}; allowed is a dict from token ids to numbers")
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias is {shown(bias)}; allowed is a dict from token ids to numbers")
     if len(bias) > MAX_BIASED_IDS:
-        raise ValueError(f"logit_bias has {len(bias)} ids; allowed are at most {MAX_BIASED_IDS}")
+        raise ValueError(f"logit_bias has {len(bias)} entries; allowed are at most {MAX_BIASED_IDS}")
     for token, value in bias.items():
+        if not is_integer(token):
+            raise ValueError(f"logit_bias has {shown(token)}; allowed is a dict from token ids to numbers")
         if not is_number(value) or not -100 <= value <= 100:
-            raise ValueError(f"logit_bias[{token}] is {value!r}; allowed is a number from -100 to 100")
+            raise ValueError(f"logit_bias[{shown(token)}] is {shown(value)}; allowed is a number from -100 to 100")
 
 
 @jax.tree_util.register_dataclass
@@ -182,7 +214,8 @@ class SamplingArrays:
         return cls(
             temperature_B=column("temperature", np.float32),
             top_k_B=column("top_k", np.int32),
-            top_p_B=column("top_p", np.float32),
+            # Below this, float32 flushes to 0, and no token at all would be kept.
+            top_p_B=jnp.maximum(column("top_p", np.float32), jnp.finfo(jnp.float32).tiny),
             min_p_B=column("min_p", np.float32),
             seed_B=column("seed", np.uint32),
             sequence_B=jnp.asarray(np.arange(batch, dtype=np.int32)),

@@ -54,7 +54,7 @@ def make_mesh(text: Any) -> Mesh:
     sizes = dict.fromkeys(MESH_AXES, 1)
     seen = set()
     for part in [] if text is None else str(text).split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]{1,9})\s*", part)
         if not match or match[1] not in sizes or match[1] in seen or int(match[2]) < 1:
             raise ValueError(f"mesh is {text!r}; allowed: sizes of {' and '.join(MESH_AXES)}, such as 'tensor=8'")
         seen.add(match[1])
@@ -82,7 +82,9 @@ def sharding_of(info: ArrayInfo, mesh: Mesh, name: str) -> NamedSharding:
         raise ValueError(f"{name}: two of its dimensions {info.axes} lie on one mesh axis")
     for size, axis in zip(info.shape, axes, strict=True):
         if axis and size % mesh.shape[axis]:
-            raise ValueError(f"{name}: a dimension of {size} does not divide over mesh axis {axis}={mesh.shape[axis]}")
+            raise ValueError(
+                f"mesh has {axis}={mesh.shape[axis]}; allowed are divisors of {size}, a dimension of {name}"
+            )
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 

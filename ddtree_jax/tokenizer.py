@@ -106,11 +106,14 @@ class Tokenizer:
         Raises:
           ValueError: the text holds a byte that no token of an incomplete vocabulary stands for.
         """
-        if self._missing and not self._missing.isdisjoint(encoded := text.encode("utf-8", "replace")):
-            byte = next(byte for byte in encoded if byte in self._missing)
-            raise ValueError(
-                f"text holds byte 0x{byte:02x}; allowed are those of this vocabulary, which has no token for it"
-            )
+        if self._missing:
+            # Lone surrogates become U+FFFD here, as the encoder has it.
+            encoded = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+            if (byte := next(filter(self._missing.__contains__, encoded), None)) is not None:
+                allowed = f"the {256 - len(self._missing)} bytes that have one"
+                raise ValueError(
+                    f"text holds byte 0x{byte:02x}, for which this vocabulary has no token; allowed are {allowed}"
+                )
         return [token for chunk in _chunks(text) for token in self._encoding.encode_ordinary(chunk)]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
