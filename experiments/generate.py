@@ -30,6 +30,9 @@ _MODE = flags.DEFINE_enum("mode", "all", ("all", *MODES), "all: stream ddtree, c
 _BUDGET = flags.DEFINE_integer("budget", 15, "Tree nodes besides the root.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Nucleus; 1 is off.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Only the best so many tokens; 0 is off.")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "Only tokens this probable, relative to the best; 0 is off.")
+_REPETITION_PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "Above 1: against tokens that stand already.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling noise.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "The most tokens to generate.")
 _MAX_LENGTH = flags.DEFINE_integer("max_length", 1024, "The most tokens of prompt and completion together.")
@@ -135,7 +138,13 @@ def main(argv: Sequence[str]) -> None:
     modes = MODES if _MODE.value == "all" else (_MODE.value,)
     try:
         sampling = SamplingParams(
-            temperature=_TEMPERATURE.value, top_p=_TOP_P.value, seed=_SEED.value, max_new_tokens=_MAX_NEW_TOKENS.value
+            temperature=_TEMPERATURE.value,
+            top_k=_TOP_K.value,
+            top_p=_TOP_P.value,
+            min_p=_MIN_P.value,
+            repetition_penalty=_REPETITION_PENALTY.value,
+            seed=_SEED.value,
+            max_new_tokens=_MAX_NEW_TOKENS.value,
         )
         DecodeConfig(budget=_BUDGET.value)
         engine = load_engine()

@@ -3,11 +3,29 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_pairs import make_pair
 
 from ddtree_jax import DecodeConfig, Engine, SamplingParams, dflash
 from ddtree_jax.config import DFlashConfig, RopeConfig
 
 pytest_plugins = ["engines"]
+
+
+@pytest.mark.parametrize("prefill_chunk", [1, 5, 16, 300])
+def test_any_chunk_size_gives_the_same_tokens(prefill_chunk):
+    """The last chunk of a prompt is as narrow as a bucket allows; accepted lengths are the same too."""
+    random = np.random.default_rng(9)
+    prompts = [random.integers(4, 60, length).tolist() for length in (1, 21, 37)]
+    params = SamplingParams(max_new_tokens=17, temperature=0.4, seed=1, repetition_penalty=1.1)
+    expected, done = (
+        make_pair("yarn", max_length=71, prefill_chunk=chunk).engine.generate(prompts, params, DecodeConfig(budget=7))
+        for chunk in (64, prefill_chunk)
+    )
+    for one, other in zip(expected, done, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.stats.accepted_lengths == other.stats.accepted_lengths
+        num_chunks = -(-37 // prefill_chunk)
+        assert other.stats.target_passes == other.stats.rounds + num_chunks
 
 
 def test_width_of_chunks_changes_nothing(golden_engine, monkeypatch):
