@@ -1,0 +1,115 @@
+"""The layout in which the kernels read INT4 weights: blocks of 64 rows by 64 columns, 2,304 contiguous bytes each.
+
+A block is 18 whole lines of 128 bytes: 512 words of weights and 64 words of scales. What one thread needs of it for the
+tensor cores' 16 x 8 x 16 product (the register operand A, 16 rows a warp) lies together, in the order of its registers,
+so that a warp loads 512 contiguous bytes and nothing is shuffled::
+
+    word 128 w + 4 l + 2 q + h   of warp w, lane l = 4 r + t, group q of 32 columns, half h:
+      row 16 w + 8 h + r, columns 32 q + 8 t ... + 7 of the block
+      bits    0-3 4-7 8-11 12-15 | 16-19 20-23 24-27 28-31
+      column   0   2    4    6   |   1     3     5     7      as unsigned nibbles, value + 8
+
+    word 512 + 16 w + 2 r + q    scales of group q: bfloat16 of row 16 w + r below, of row 16 w + 8 + r above
+
+A mask and a shift give the bits of two neighbouring columns in the two halves of a word.
+
+Rows of a down projection stand in their natural order. In a gate and up projection the halves are the two projections:
+row 16 w + r of a block is gate's, row 16 w + 8 + r up's, feature 8 w + r of the block's 32.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, BFloat16, Int32
+
+from ddtree_jax.quant import NIBBLES
+
+BLOCK_ROWS = 64
+BLOCK_COLUMNS = 64
+WEIGHT_WORDS = 512
+BLOCK_WORDS = 576
+_WARPS, _LANE_ROWS, _LANE_COLUMNS, _GROUPS, _HALVES = 4, 8, 4, 2, 2
+_NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def pack_down(
+    words: Int32[Array, "*batch D i"], scale: BFloat16[Array, "*batch D g"]
+) -> Int32[Array, "*batch M K w"]:
+    """Blocks of a projection in natural row order; both of its sizes are padded to whole blocks with zeros."""
+    rows = BLOCK_ROWS * -(-words.shape[-2] // BLOCK_ROWS)
+    words, scale = _pad_rows(words, rows), _pad_rows(scale, rows)
+    split = (rows // BLOCK_ROWS, _WARPS, _HALVES, _LANE_ROWS)
+    return _pack(*(array.reshape(*array.shape[:-2], *split, array.shape[-1]) for array in (words, scale)))
+
+
+def pack_gate_up(
+    words: Int32[Array, "*batch 2 F I"], scale: BFloat16[Array, "*batch 2 F G"]
+) -> Int32[Array, "*batch M K w"]:
+    """Blocks of gate and up together, 32 features of both a block."""
+    features = BLOCK_ROWS // 2
+    rows = features * -(-words.shape[-2] // features)
+    words, scale = _pad_rows(words, rows), _pad_rows(scale, rows)
+    split = (_HALVES, rows // features, _WARPS, _LANE_ROWS)
+
+    def arrange(array: np.ndarray) -> np.ndarray:
+        array = array.reshape(*array.shape[:-3], *split, array.shape[-1])
+        return np.moveaxis(array, -5, -3)
+
+    return _pack(arrange(words), arrange(scale))
+
+
+def _pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
+    array = np.asarray(array)
+    return np.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, rows - array.shape[-2]), (0, 0)])
+
+
+def _pack(words: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """From [..., blocks, warps, halves, lane rows, columns] to blocks."""
+    columns = BLOCK_COLUMNS * -(-words.shape[-1] * NIBBLES // BLOCK_COLUMNS)
+    blocks = columns // BLOCK_COLUMNS
+
+    def pad(array: np.ndarray, size: int) -> np.ndarray:
+        return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, size - array.shape[-1])])
+
+    words = _reorder(pad(words, columns // NIBBLES), _NIBBLE_ORDER)
+    words = words.reshape(*words.shape[:-1], blocks, _GROUPS, _LANE_COLUMNS)
+    # [..., M, warp, half, r, K, q, t] -> [..., M, K, warp, r, t, q, half]
+    words = np.moveaxis(words, (-3, -6, -4, -1, -2, -5), (-6, -5, -4, -3, -2, -1))
+    scale = pad(scale, columns // 32).view(np.uint16)
+    scale = scale.reshape(*scale.shape[:-1], blocks, _GROUPS)
+    # [..., M, warp, half, r, K, q] -> [..., M, K, warp, r, q, half]
+    scale = np.moveaxis(scale, (-2, -5, -3, -1, -4), (-5, -4, -3, -2, -1))
+    shape = words.shape[:-5]
+    scale = np.ascontiguousarray(scale).reshape(*shape, -1).view(np.int32)
+    return np.concatenate([np.ascontiguousarray(words).reshape(*shape, -1), scale], axis=-1)
+
+
+def _reorder(words: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
+    """Nibble i of the result is nibble ``order[i]`` of the word."""
+    words = words.view(np.uint32)
+    nibbles = [((words >> np.uint32(4 * source)) & np.uint32(15)) << np.uint32(4 * i) for i, source in enumerate(order)]
+    return np.bitwise_or.reduce(nibbles).view(np.int32)
+
+
+def unpack_blocks(blocks: Int32[Array, "*batch M K w"]) -> tuple[Array, Array]:
+    """Integers [*batch, rows, columns] and scales [*batch, rows, groups] in the blocks' own row order."""
+    batch = blocks.shape[:-3]
+    num_rows, num_columns = blocks.shape[-3], blocks.shape[-2]
+    words = blocks[..., :WEIGHT_WORDS].reshape(
+        *batch, num_rows, num_columns, _WARPS, _LANE_ROWS, _LANE_COLUMNS, _GROUPS, _HALVES
+    )
+    words = jnp.moveaxis(words, (-6, -5, -4, -3, -2, -1), (-3, -6, -4, -1, -2, -5))[..., None]
+    shifts = jnp.asarray([4 * _NIBBLE_ORDER.index(column) for column in range(NIBBLES)], jnp.int32)
+    spread = jnp.broadcast_to(words, (*words.shape[:-1], NIBBLES))
+    integers = (jnp.right_shift(spread, jnp.broadcast_to(shifts, spread.shape)) & 15) - 8
+    integers = integers.reshape(*batch, num_rows * BLOCK_ROWS, num_columns * BLOCK_COLUMNS)
+    halves = jnp.asarray(blocks[..., WEIGHT_WORDS:]).view(jnp.bfloat16)
+    scale = halves.reshape(*batch, num_rows, num_columns, _WARPS, _LANE_ROWS, _GROUPS, _HALVES)
+    scale = jnp.moveaxis(scale, (-5, -4, -3, -2, -1), (-2, -5, -3, -1, -4))
+    return integers, scale.reshape(*batch, num_rows * BLOCK_ROWS, num_columns * _GROUPS)
+
+
+def split_halves(rows: Array) -> Array:
+    """From [*batch, 2 F, columns] in the row order of gate and up to [*batch, 2, F, columns]."""
+    *batch, num_rows, columns = rows.shape
+    split = rows.reshape(*batch, num_rows // 16, _HALVES, _LANE_ROWS, columns)
+    return jnp.moveaxis(split, -3, -4).reshape(*batch, 2, num_rows // 2, columns)
