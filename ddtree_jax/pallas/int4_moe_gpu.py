@@ -1,8 +1,6 @@
 """Routed experts with INT4 group-32 weights on a GPU: one kernel for routing to output."""
 
-import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,43 +9,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.pallas import registers as regs
-from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS
+from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS
+from ddtree_jax.pallas.int4_schedule import make_schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     num_blocks: int = 132
-    warpgroups: int = 4
+    warpgroups: int = 2
     tile_rows: int = 512
     step_columns: int = 128
-    num_stages: int = 6
+    num_stages: int = 5
+    batch: int = 4
     mode: str = "full"
-
-
-class Schedule(NamedTuple):
-    expert_U: Any
-    rows_UN: Any
-    place_P: Any  # unit * 8 + place
-    num_units_1: Any
-
-
-def schedule_reference(expert_TX, num_experts):
-    e = expert_TX.reshape(-1)
-    P = e.shape[0]
-    valid = (e >= 0) & (e < num_experts)
-    same = (e[:, None] == e[None]) & valid[None]
-    before = jnp.arange(P)[None] < jnp.arange(P)[:, None]
-    rank = jnp.sum(same & before, axis=1, dtype=jnp.int32)
-    lead = valid & (rank % regs.TOKENS == 0)
-    chunk = rank // regs.TOKENS
-    less = (e[None] < e[:, None]) | ((e[None] == e[:, None]) & (chunk[None] < chunk[:, None]))
-    unit = jnp.sum(less & lead[None], axis=1, dtype=jnp.int32)
-    place = jnp.where(valid, unit * regs.TOKENS + rank % regs.TOKENS, -1)
-    drop = P * regs.TOKENS
-    rows = jnp.full((P * regs.TOKENS,), -1, jnp.int32).at[jnp.where(valid, place, drop)].set(
-        jnp.arange(P, dtype=jnp.int32), mode="drop")
-    expert = jnp.zeros((P,), jnp.int32).at[jnp.where(lead, unit, P)].set(e, mode="drop")
-    return Schedule(expert, rows.reshape(P, regs.TOKENS), place, jnp.sum(lead, dtype=jnp.int32)[None])
 
 
 def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Config):
@@ -55,7 +29,7 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
     X = expert_TX.shape[1]
     P = T * X
     E = gate_up_EMKW.shape[0]
-    schedule = schedule_reference(expert_TX, E)
+    schedule = make_schedule(expert_TX, E)
     G, wgs = config.num_blocks, config.warpgroups
     tile_blocks = config.tile_rows // BLOCK_ROWS
     wg_blocks = tile_blocks // wgs
@@ -63,14 +37,17 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
     stages = config.num_stages
     bm = config.tile_rows
     half = bm // 2
-    F = BLOCK_ROWS // 2 * gate_up_EMKW.shape[1]
     mt1, ks1 = -(-gate_up_EMKW.shape[1] // tile_blocks), gate_up_EMKW.shape[2] // step_blocks
     mt2, ks2 = -(-down_EMKW.shape[1] // tile_blocks), down_EMKW.shape[2] // step_blocks
     n_threads = 128 * wgs
+    stage_bytes = regs.stage_bytes(tile_blocks, step_blocks)
+    tokens_in_stage = tile_blocks * step_blocks * 2304
+    x_stride = regs.token_stride(config.step_columns)
+    h_columns = mt1 * half
+    h_stride = regs.token_stride(h_columns)
 
-    def body(x, gu, dn, uexp, rows, place, nu, wt, out, y1, h, y2, w1, w2, ring, bars):
+    def body(x, gu, dn, info, rows, place, nu, sems, wt, out, y1, y2, w1, w2, ring, bars, hbuf):
         c, wg = lax.axis_index("c"), lax.axis_index("wg")
-        sems = pl.get_global(plgpu.SemaphoreType.REGULAR((4,)))
         regs.init_barriers(bars, [1] * stages + [4 * wgs] * stages)
         units = nu[0]
 
@@ -100,13 +77,15 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
         @pl.when(wg == wgs)
         def _():
             ring_state = (i0, i1)
-            for blocks, mt, ks in ((gu, mt1, ks1), (dn, mt2, ks2)):
+            for blocks, mt, ks, with_tokens in ((gu, mt1, ks1, 15), (dn, mt2, ks2, 0)):
                 start, end = span(mt, ks)
 
                 def step(s, carry):
                     stage, phase, unit, tile, k = carry
-                    regs.fetch_step(blocks, ring, bars, uexp[jnp.minimum(unit, units - 1)], tile * tile_blocks,
-                        k * step_blocks, stage, phase, step_blocks=step_blocks, tile_blocks=tile_blocks, num_stages=stages)
+                    entry = info[unit]
+                    regs.fetch_step(blocks, ring, bars, x, rows, entry // 16, tile * tile_blocks, k * step_blocks,
+                        stage, phase, unit, entry & with_tokens,
+                        step_blocks=step_blocks, tile_blocks=tile_blocks, num_stages=stages, per_row=X)
                     return (*advance_ring(stage, phase), *advance(unit, tile, k, mt, ks))
 
                 out_state = lax.fori_loop(start, end, step, (*ring_state, *split(start, mt, ks)))
@@ -116,14 +95,9 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
         def _():
             ring_state = (i0, i0)
 
-            def stream(ring_state, tokens, whole, partial, mt, ks, per_row, has_halves):
+            def stream(ring_state, tokens, stride, prepare, whole, partial, mt, ks, has_halves):
                 start, end = span(mt, ks)
-                last_unit = jnp.maximum(units - 1, 0)
-                load = lambda unit, k: regs.load_tokens(
-                    tokens, rows, jnp.minimum(unit, last_unit), k * config.step_columns, config.step_columns, per_row)
                 zero = plgpu.layout_cast(jnp.zeros((64 * wg_blocks, 8), jnp.float32), regs.ACCUMULATOR)
-                where = split(start, mt, ks)
-                first_k = where[2]
                 if config.mode == "copy":
                     def copy_step(s, carry):
                         stage, phase = carry
@@ -133,12 +107,13 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
                     return lax.fori_loop(start, end, copy_step, ring_state)
 
                 def step(s, carry):
-                    stage, phase, unit, tile, k, words, sums = carry
-                    after = advance(unit, tile, k, mt, ks)
-                    next_words = load(after[0], after[2])
+                    stage, phase, unit, tile, k, count, sums = carry
+                    is_new = (s == start) | ((tile == 0) & (k == 0))
+                    count = lax.cond(is_new, lambda: prepare(unit), lambda: count)
                     regs.wait_barrier(bars, stage, phase)
-                    sums = regs.multiply_step(ring, stage, wg, words, sums, step_blocks=step_blocks,
-                        warpgroup_blocks=wg_blocks, tile_blocks=tile_blocks)
+                    where = stage * stage_bytes + tokens_in_stage if has_halves else k * (2 * config.step_columns)
+                    sums = regs.multiply_step(ring, tokens, sums, stage, wg, where, count, step_blocks=step_blocks,
+                        warpgroup_blocks=wg_blocks, tile_blocks=tile_blocks, stride=stride)
                     regs.arrive_warp(bars, stage + stages)
                     ends = k + 1 == ks
 
@@ -150,46 +125,64 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
                             warpgroup_blocks=wg_blocks, tile_blocks=tile_blocks, has_halves=has_halves)
 
                     sums = sums * jnp.where(ends, 0.0, 1.0)
-                    return (*advance_ring(stage, phase), *after, next_words, sums)
+                    return (*advance_ring(stage, phase), *advance(unit, tile, k, mt, ks), count, sums)
 
-                carry = (*ring_state, *where, load(where[0], where[2]), zero)
-                return lax.fori_loop(start, end, step, carry)[:2]
+                return lax.fori_loop(start, end, step, (*ring_state, *split(start, mt, ks), i0, zero))[:2]
 
             def parts(unit, tile, mt, ks):
                 """First and last block that hold steps of a tile."""
                 begin = (unit * mt + tile) * ks
                 return owner(begin, mt, ks), owner(begin + ks - 1, mt, ks)
 
+            def sum_parts(values, spans, load):
+                """Adds to value i the parts of the blocks behind the first, ``load(i, block)``, in order."""
+                most = spans[0][1] - spans[0][0]
+                for first, last in spans[1:]:
+                    most = jnp.maximum(most, last - first)
+
+                def add(step, values):
+                    added = []
+                    for i, (value, (first, last)) in enumerate(zip(values, spans)):
+                        more = load(i, jnp.minimum(first + step, last))
+                        added.append(jax.tree.map(lambda v, m: v + jnp.where(first + step <= last, m, 0.0), value, more))
+                    return added
+
+                return lax.fori_loop(1, most + 1, add, values)
+
             me, everyone = c * wgs + wg, G * wgs
-            ring_state = stream(ring_state, x, y1, w1, mt1, ks1, X, True)
+            ring_state = stream(ring_state, ring, x_stride, lambda unit: info[unit] & 15, y1, w1, mt1, ks1, True)
             regs.sync_grid(sems, i0, jnp.int32(G), n_threads)
 
             vec = plgpu.Layout.WG_STRIDED((half,), vec_size=half // 128)
 
-            def combine(i, _):
-                task = me + i * everyone
-                pair, tile = task // mt1, lax.rem(task, mt1)
-                where = place[pair]
+            def swiglu(unit):
+                """Puts the unit's hidden rows into shared memory; returns how many there are."""
+                count = info[unit] & 15
+                regs.sync_threads(n_threads)
+                tasks = count * mt1
 
-                @pl.when(where >= 0)
-                def _():
-                    unit, n = where // 8, lax.rem(where, 8)
-                    first, last = parts(unit, tile, mt1, ks1)
-                    gate_up = tuple(plgpu.load(y1.at[pair, tile, j], layout=vec) for j in range(2))
+                def some(i, _):
+                    task = [jnp.minimum((i * config.batch + j) * wgs + wg, tasks - 1) for j in range(config.batch)]
+                    places = [(t // mt1, lax.rem(t, mt1)) for t in task]
+                    pairs = [rows[unit, n] for n, _ in places]
+                    spans = [parts(unit, tile, mt1, ks1) for _, tile in places]
+                    values = [
+                        [plgpu.load(y1.at[pair, tile, j], layout=vec) for j in range(2)]
+                        for pair, (_, tile) in zip(pairs, places)
+                    ]
+                    load = lambda i, b: [plgpu.load(w1.at[b, places[i][0], j], layout=vec) for j in range(2)]
+                    for (n, tile), (gate, up) in zip(places, sum_parts(values, spans, load)):
+                        value = gate / (1.0 + jnp.exp(-gate)) * up
+                        hbuf[n, pl.ds(tile * half, half)] = value.astype(jnp.bfloat16)
+                    return 0
 
-                    def add(b, gate_up):
-                        return tuple(v + plgpu.load(w1.at[b, n, j], layout=vec) for j, v in enumerate(gate_up))
+                per = config.batch * wgs
+                lax.fori_loop(0, (tasks + per - 1) // per, some, 0)
+                regs.sync_threads(n_threads)
+                return count
 
-                    gate, up = lax.fori_loop(first + 1, last + 1, add, gate_up)
-                    value = gate / (1.0 + jnp.exp(-gate)) * up
-                    h[pair, pl.ds(tile * half, half)] = value.astype(jnp.bfloat16)
-                return 0
-
-            tasks = P * mt1
-            lax.fori_loop(0, (tasks - me + everyone - 1) // everyone, combine, 0)
+            stream(ring_state, hbuf, h_stride, swiglu, y2, w2, mt2, ks2, False)
             regs.sync_grid(sems, i1, jnp.int32(G), n_threads)
-            stream(ring_state, h, y2, w2, mt2, ks2, 1, False)
-            regs.sync_grid(sems, jnp.int32(2), jnp.int32(G), n_threads)
 
             full = plgpu.Layout.WG_STRIDED((bm,), vec_size=bm // 128)
 
@@ -197,16 +190,16 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
                 task = me + i * everyone
                 token, tile = task // mt2, lax.rem(task, mt2)
                 places = [place[token * X + j] for j in range(X)]
+                weights = [wt[token, j] for j in range(X)]
                 values = [plgpu.load(y2.at[token * X + j, tile], layout=full) for j in range(X)]
+                spans = []
+                for where in places:
+                    first, last = parts(jnp.maximum(where, 0) // 8, tile, mt2, ks2)
+                    spans.append((first, jnp.where(where < 0, first, last)))
+                load = lambda i, b: plgpu.load(w2.at[b, jnp.maximum(places[i], 0) % 8], layout=full)
                 total = None
-                for j in range(X):
-                    where = jnp.maximum(places[j], 0)
-                    unit, n = where // 8, lax.rem(where, 8)
-                    first, last = parts(unit, tile, mt2, ks2)
-                    add = lambda b, v: v + plgpu.load(w2.at[b, n], layout=full)
-                    last = jnp.where(places[j] < 0, first, last)
-                    value = lax.fori_loop(first + 1, last + 1, add, values[j])
-                    weighted = jnp.where(places[j] < 0, 0.0, value * wt[token, j])
+                for value, where, weight in zip(sum_parts(values, spans, load), places, weights):
+                    weighted = jnp.where(where < 0, 0.0, value * weight)
                     total = weighted if total is None else total + weighted
                 out[token, pl.ds(tile * bm, bm)] = total.astype(jnp.bfloat16)
                 return 0
@@ -219,19 +212,19 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
         out_type=(
             jax.ShapeDtypeStruct((T, mt2 * bm), jnp.bfloat16),
             jax.ShapeDtypeStruct((P, mt1, 2, half), f32),
-            jax.ShapeDtypeStruct((P, mt1 * half), jnp.bfloat16),
             jax.ShapeDtypeStruct((P, mt2, bm), f32),
             jax.ShapeDtypeStruct((G, 8, 2, half), f32),
             jax.ShapeDtypeStruct((G, 8, bm), f32),
         ),
-        grid=(G,), grid_names=("c",), num_threads=wgs + 1, thread_name="wg",
+        grid=(G,), grid_names=("c",), num_threads=wgs + 1, thread_name="wg", kernel_name="int4_moe",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, approx_math=True),
         scratch_types=[
-            plgpu.SMEM((stages * tile_blocks * step_blocks, BLOCK_WORDS), jnp.int32),
-            plgpu.SMEM((2 * stages,), jnp.int64) if False else plgpu.SMEM((4 * stages,), jnp.int32),
+            plgpu.SMEM((stages * stage_bytes // 4,), jnp.int32),
+            plgpu.SMEM((4 * stages,), jnp.int32),
+            plgpu.SMEM((8, h_stride // 2), jnp.bfloat16),
         ],
     )
-    outs = kernel(x_TD, gate_up_EMKW, down_EMKW, schedule.expert_U, schedule.rows_UN, schedule.place_P,
-                  schedule.num_units_1, weight_TX)
+    outs = kernel(x_TD, gate_up_EMKW, down_EMKW, schedule.unit_U, schedule.pair_UN, schedule.place_P,
+                  schedule.num_units, schedule.counters, weight_TX)
     return outs[0][:, :D], outs

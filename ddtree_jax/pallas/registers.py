@@ -22,10 +22,6 @@ TOKENS = 8
 SCALAR = plgpu.Layout.WG_SPLAT(())
 REF = plgpu.RefType()
 ACCUMULATOR = plgpu.Layout.MMA_ACC(jnp.bfloat16)
-# Lane (r, t) holds columns 8 t ... 8 t + 7 of every 32 of token r, as 4 words of two bfloat16.
-TOKEN_WORDS = plgpu.Layout.TILED(
-    plgpu.Tiling(((TOKENS, 16), (4,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-3, -2), vector_dim=-1
-)
 _GROUPS = BLOCK_COLUMNS // 32
 _NIBBLE_MASK, _BF16_128 = 0x000F000F, 0x43004300
 _BF16_MINUS_136 = 0xC308C308
@@ -167,70 +163,76 @@ def arrive_warp(barriers: Any, index: jax.Array) -> None:
     call(barriers, index)
 
 
-def fetch_step(
-    blocks: Any, ring: Any, barriers: Any, *scalars: jax.Array, step_blocks: int, tile_blocks: int, num_stages: int
-) -> None:
-    """One thread waits until a stage is free and starts the copies of a step: ``tile_blocks`` runs of blocks.
+def stage_bytes(tile_blocks: int, step_blocks: int) -> int:
+    """Of a ring's stage: a step's blocks, then its tokens."""
+    return tile_blocks * step_blocks * BLOCK_WORDS * 4 + TOKENS * token_stride(step_blocks * BLOCK_COLUMNS)
 
-    Scalars: expert, block row, block column, stage, parity.
+
+def token_stride(num_columns: int) -> int:
+    """Bytes from token to token in shared memory: off by half of the banks, so that two tokens are read at once."""
+    return 2 * num_columns + 64
+
+
+def fetch_step(
+    blocks: Any,
+    ring: Any,
+    barriers: Any,
+    tokens: Any,
+    rows: Any,
+    *scalars: jax.Array,
+    step_blocks: int,
+    tile_blocks: int,
+    num_stages: int,
+    per_row: int,
+) -> None:
+    """One thread waits until a stage is free and starts a step's copies: ``tile_blocks`` runs of blocks, and tokens.
+
+    Scalars: expert, block row, block column, stage, parity, unit, number of tokens (0: none are copied).
     """
     run = step_blocks * BLOCK_WORDS * 4
+    token_bytes = 2 * step_blocks * BLOCK_COLUMNS
 
-    @inline(3, 5)
-    def call(source, target, barriers, expert, row, column, stage, parity) -> None:
+    @inline(5, 7)
+    def call(source, target, barriers, tokens, rows, expert, row, column, stage, parity, unit, count) -> None:
         first = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(_thread(), _i32(127)), _i32(0))
         with mgpu.utils.when(first):
             _, num_rows, num_columns, _ = ir.MemRefType(source.type).shape
+            width = ir.MemRefType(tokens.type).shape[1]
             _wait(barriers, arith.addi(stage, _i32(num_stages)), parity)
             full = _barrier(barriers, stage)
-            rows = arith.minsi(_i32(tile_blocks), arith.subi(_i32(num_rows), row))
-            nvvm.mbarrier_arrive_expect_tx(full, _scaled(rows, run))
-            block = arith.addi(_wide(arith.addi(_scaled(expert, num_rows), row)), _i64(0))
+            num_runs = arith.minsi(_i32(tile_blocks), arith.subi(_i32(num_rows), row))
+            nvvm.mbarrier_arrive_expect_tx(full, _add(_scaled(num_runs, run), _scaled(count, token_bytes)))
+            block = _wide(arith.addi(_scaled(expert, num_rows), row))
             offset = arith.addi(arith.muli(block, _i64(num_columns)), _wide(column))
             start = _at(_gmem(source), arith.muli(offset, _i64(BLOCK_WORDS * 4)), _GLOBAL)
-            place = _at(_pointer(target), _scaled(stage, tile_blocks * run), _SHARED)
-            for i in range(tile_blocks):
+            place = _at(_pointer(target), _scaled(stage, stage_bytes(tile_blocks, step_blocks)), _SHARED)
+
+            def copy(to: ir.Value, origin: ir.Value, size: int, is_needed: ir.Value) -> None:
                 mgpu.utils.inline_ptx(
                     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
-                    _at(place, _i32(i * run), _SHARED),
-                    _at(start, _i64(i * num_columns * BLOCK_WORDS * 4), _GLOBAL),
-                    _i32(run),
+                    to,
+                    origin,
+                    _i32(size),
                     full,
-                    predicate=arith.cmpi(arith.CmpIPredicate.slt, _i32(i), rows),
+                    predicate=is_needed,
                     has_side_effects=True,
                 )
 
-    call(blocks, ring, barriers, *scalars)
+            table = _at(_gmem(rows), _wide(_scaled(unit, 4 * TOKENS)), _GLOBAL)
+            for i in range(tile_blocks):
+                is_needed = arith.cmpi(arith.CmpIPredicate.slt, _i32(i), num_runs)
+                step = _i64(i * num_columns * BLOCK_WORDS * 4)
+                copy(_at(place, _i32(i * run), _SHARED), _at(start, step, _GLOBAL), run, is_needed)
+            for n in range(TOKENS):
+                is_needed = arith.cmpi(arith.CmpIPredicate.slt, _i32(n), count)
+                with mgpu.utils.when(is_needed):
+                    pair = llvm.load(_i32(), _at(table, _i64(4 * n), _GLOBAL))
+                    token = arith.divui(pair, _i32(per_row)) if per_row > 1 else pair
+                    shift = _add(_scaled(token, 2 * width), _scaled(column, 2 * BLOCK_COLUMNS))
+                    to = _i32(tile_blocks * run + n * token_stride(step_blocks * BLOCK_COLUMNS))
+                    copy(_at(place, to, _SHARED), _at(_gmem(tokens), _wide(shift), _GLOBAL), token_bytes, is_needed)
 
-
-def load_tokens(tokens: Any, rows: Any, unit: jax.Array, column: jax.Array, num_columns: int, per_row: int) -> jax.Array:
-    """Words [8, num_columns / 2] of the unit's tokens from ``column`` on; places without a token repeat the first.
-
-    ``rows`` holds a unit's 8 pair numbers, -1 where there is none; ``per_row`` pairs share a row of ``tokens``.
-    """
-    shape = (TOKENS, num_columns // 2)
-
-    @inline(2, 2, result=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=TOKEN_WORDS))
-    def call(tokens, rows, unit, column) -> mgpu.FragmentedArray:
-        width = ir.MemRefType(tokens.type).shape[1]
-        r, t = _lane()
-        table = _at(_gmem(rows), _wide(_scaled(unit, 4 * TOKENS)), _GLOBAL)
-        own = llvm.load(_i32(), _at(table, _wide(_scaled(r, 4)), _GLOBAL))
-        first = llvm.load(_i32(), table)
-        row = arith.select(arith.cmpi(arith.CmpIPredicate.slt, own, _i32(0)), first, own)
-        if per_row > 1:
-            row = arith.divui(row, _i32(per_row))
-        offset = _add(_scaled(row, 2 * width), _scaled(column, 2), _scaled(t, 16))
-        start = _at(_gmem(tokens), _wide(offset), _GLOBAL)
-        loaded = [
-            llvm.load(ir.VectorType.get((4,), _i32()), _at(start, _i64(64 * i), _GLOBAL), alignment=16)
-            for i in range(num_columns // 32)
-        ]
-        layout = TOKEN_WORDS.to_mgpu()
-        registers = np.asarray(loaded, dtype=object).reshape(layout.registers_shape(shape))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
-
-    return call(tokens, rows, unit, column)
+    call(blocks, ring, barriers, tokens, rows, *scalars)
 
 
 def _mma(a: Sequence[ir.Value], b: Sequence[ir.Value], c: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
@@ -274,16 +276,18 @@ def _scales(word: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 def multiply_step(
     ring: Any,
-    stage: jax.Array,
-    warpgroup: jax.Array,
-    tokens: jax.Array,
+    tokens: Any,
     sums: jax.Array,
-    *,
+    *scalars: jax.Array,
     step_blocks: int,
     warpgroup_blocks: int,
     tile_blocks: int,
+    stride: int,
 ) -> jax.Array:
     """Adds a step's product with the tokens to the warpgroup's sums [64 * warpgroup_blocks, 8].
+
+    Scalars: stage, warpgroup, where the first token's columns begin in ``tokens``, in bytes, and how many tokens there
+    are. ``stride`` bytes from a token to the next. Places without a token repeat the first.
 
     A warp multiplies 128 + nibble, exact in bfloat16. The 136 too many a weight are taken off by starting every group's
     sum at -136 times the sum of the tokens, which the tensor cores compute, once for all rows. A group's sum then is
@@ -291,19 +295,23 @@ def multiply_step(
     """
     shape = (BLOCK_ROWS * warpgroup_blocks, TOKENS)
 
-    @inline(1, 2, (TOKEN_WORDS, ACCUMULATOR), plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=ACCUMULATOR))
-    def call(ring, stage, warpgroup, tokens, sums) -> mgpu.FragmentedArray:
+    @inline(2, 4, (ACCUMULATOR,), plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=ACCUMULATOR))
+    def call(ring, tokens, stage, warpgroup, start, count, sums) -> mgpu.FragmentedArray:
         r, t = _lane()
-        del t
         lane = arith.andi(_thread(), _i32(31))
         block = BLOCK_WORDS * 4
         offset = _add(
-            _scaled(stage, tile_blocks * step_blocks * block), _scaled(warpgroup, warpgroup_blocks * step_blocks * block)
+            _scaled(stage, stage_bytes(tile_blocks, step_blocks)),
+            _scaled(warpgroup, warpgroup_blocks * step_blocks * block),
         )
         place = _at(_pointer(ring), offset, _SHARED)
         words_at = _at(place, _add(_scaled(_warp(), 512), _scaled(lane, 16)), _SHARED)
         scales_at = _at(place, _add(_scaled(_warp(), 64), _scaled(r, 8), _i32(4 * WEIGHT_WORDS)), _SHARED)
-        token_words = [_elements(register, 4) for register in tokens.registers.flat]
+        token = arith.select(arith.cmpi(arith.CmpIPredicate.slt, r, count), r, _i32(0))
+        tokens_at = _at(_pointer(tokens), _add(start, _scaled(token, stride), _scaled(t, 16)), _SHARED)
+        token_words = [
+            _load(_i32(), _at(tokens_at, _i32(64 * i), _SHARED), 4) for i in range(_GROUPS * step_blocks)
+        ]
         totals = [_elements(register, 2) for register in sums.registers.flat]
         totals = [[*totals[2 * i], *totals[2 * i + 1]] for i in range(warpgroup_blocks)]
         zero = arith.constant(_f32(), 0.0)
@@ -329,7 +337,7 @@ def multiply_step(
         registers = np.asarray(flat, dtype=object).reshape(sums.registers.shape)
         return mgpu.FragmentedArray(_registers=registers, _layout=sums.layout, _is_signed=None)
 
-    return call(ring, stage, warpgroup, tokens, sums)
+    return call(ring, tokens, *scalars, sums)
 
 
 def store_sums(
@@ -383,6 +391,16 @@ def store_sums(
                     )
 
     call(whole, partial, rows, *scalars, sums)
+
+
+def sync_threads(num_threads: int) -> None:
+    """All ``num_threads`` computing threads of the block wait for each other."""
+
+    @inline(0, 0)
+    def call() -> None:
+        mgpu.utils.inline_ptx(f"bar.sync 15, {num_threads};", has_side_effects=True)
+
+    call()
 
 
 def _long() -> ir.Type:
