@@ -13,9 +13,14 @@ so that a warp loads 512 contiguous bytes and nothing is shuffled::
 
 A mask and a shift give the bits of two neighbouring columns in the two halves of a word.
 
+Up to 8 blocks below each other form a group, an array [..., groups, block columns, blocks, words]: a tile of 512 rows is
+contiguous, whatever number of its columns one copy takes.
+
 Rows of a down projection stand in their natural order. In a gate and up projection the halves are the two projections:
 row 16 w + r of a block is gate's, row 16 w + 8 + r up's, feature 8 w + r of the block's 32.
 """
+
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,23 +32,24 @@ BLOCK_ROWS = 64
 BLOCK_COLUMNS = 64
 WEIGHT_WORDS = 512
 BLOCK_WORDS = 576
+MAX_GROUP = 8
 _WARPS, _LANE_ROWS, _LANE_COLUMNS, _GROUPS, _HALVES = 4, 8, 4, 2, 2
 _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def pack_down(
-    words: Int32[Array, "*batch D i"], scale: BFloat16[Array, "*batch D g"]
-) -> Int32[Array, "*batch M K w"]:
+    words: Int32[Array, "*batch D i"], scale: BFloat16[Array, "*batch D g"], num_shards: int = 1
+) -> Int32[Array, "*batch M K m w"]:
     """Blocks of a projection in natural row order; both of its sizes are padded to whole blocks with zeros."""
     rows = BLOCK_ROWS * -(-words.shape[-2] // BLOCK_ROWS)
     words, scale = _pad_rows(words, rows), _pad_rows(scale, rows)
     split = (rows // BLOCK_ROWS, _WARPS, _HALVES, _LANE_ROWS)
-    return _pack(*(array.reshape(*array.shape[:-2], *split, array.shape[-1]) for array in (words, scale)))
+    return _pack(*(array.reshape(*array.shape[:-2], *split, array.shape[-1]) for array in (words, scale)), num_shards)
 
 
 def pack_gate_up(
-    words: Int32[Array, "*batch 2 F I"], scale: BFloat16[Array, "*batch 2 F G"]
-) -> Int32[Array, "*batch M K w"]:
+    words: Int32[Array, "*batch 2 F I"], scale: BFloat16[Array, "*batch 2 F G"], num_shards: int = 1
+) -> Int32[Array, "*batch M K m w"]:
     """Blocks of gate and up together, 32 features of both a block."""
     features = BLOCK_ROWS // 2
     rows = features * -(-words.shape[-2] // features)
@@ -54,7 +60,7 @@ def pack_gate_up(
         array = array.reshape(*array.shape[:-3], *split, array.shape[-1])
         return np.moveaxis(array, -5, -3)
 
-    return _pack(arrange(words), arrange(scale))
+    return _pack(arrange(words), arrange(scale), num_shards)
 
 
 def _pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
@@ -62,7 +68,7 @@ def _pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
     return np.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, rows - array.shape[-2]), (0, 0)])
 
 
-def _pack(words: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def _pack(words: np.ndarray, scale: np.ndarray, num_shards: int) -> np.ndarray:
     """From [..., blocks, warps, halves, lane rows, columns] to blocks."""
     columns = BLOCK_COLUMNS * -(-words.shape[-1] * NIBBLES // BLOCK_COLUMNS)
     blocks = columns // BLOCK_COLUMNS
@@ -80,7 +86,10 @@ def _pack(words: np.ndarray, scale: np.ndarray) -> np.ndarray:
     scale = np.moveaxis(scale, (-2, -5, -3, -1, -4), (-5, -4, -3, -2, -1))
     shape = words.shape[:-5]
     scale = np.ascontiguousarray(scale).reshape(*shape, -1).view(np.int32)
-    return np.concatenate([np.ascontiguousarray(words).reshape(*shape, -1), scale], axis=-1)
+    packed = np.concatenate([np.ascontiguousarray(words).reshape(*shape, -1), scale], axis=-1)
+    group = math.gcd(shape[-2] // num_shards, MAX_GROUP)
+    packed = packed.reshape(*shape[:-2], shape[-2] // group, group, blocks, BLOCK_WORDS)
+    return np.ascontiguousarray(np.swapaxes(packed, -3, -2))
 
 
 def _reorder(words: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
@@ -90,10 +99,12 @@ def _reorder(words: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
     return np.bitwise_or.reduce(nibbles).view(np.int32)
 
 
-def unpack_blocks(blocks: Int32[Array, "*batch M K w"]) -> tuple[Array, Array]:
+def unpack_blocks(blocks: Int32[Array, "*batch M K m w"]) -> tuple[Array, Array]:
     """Integers [*batch, rows, columns] and scales [*batch, rows, groups] in the blocks' own row order."""
-    batch = blocks.shape[:-3]
-    num_rows, num_columns = blocks.shape[-3], blocks.shape[-2]
+    batch = blocks.shape[:-4]
+    num_columns = blocks.shape[-3]
+    blocks = jnp.swapaxes(blocks, -3, -2).reshape(*batch, -1, num_columns, BLOCK_WORDS)
+    num_rows = blocks.shape[-3]
     words = blocks[..., :WEIGHT_WORDS].reshape(
         *batch, num_rows, num_columns, _WARPS, _LANE_ROWS, _LANE_COLUMNS, _GROUPS, _HALVES
     )

@@ -22,6 +22,9 @@ class Config:
     num_stages: int = 5
     batch: int = 4
     mode: str = "full"
+    warp_map: bool = False
+    unroll: int = 4
+    hint: bool = False
 
 
 def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Config):
@@ -37,8 +40,9 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
     stages = config.num_stages
     bm = config.tile_rows
     half = bm // 2
-    mt1, ks1 = -(-gate_up_EMKW.shape[1] // tile_blocks), gate_up_EMKW.shape[2] // step_blocks
-    mt2, ks2 = -(-down_EMKW.shape[1] // tile_blocks), down_EMKW.shape[2] // step_blocks
+    (_, M1, K1, g1, _), (_, M2, K2, g2, _) = gate_up_EMKW.shape, down_EMKW.shape
+    mt1, ks1 = -(-M1 * g1 // tile_blocks), K1 // step_blocks
+    mt2, ks2 = -(-M2 * g2 // tile_blocks), K2 // step_blocks
     n_threads = 128 * wgs
     stage_bytes = regs.stage_bytes(tile_blocks, step_blocks)
     tokens_in_stage = tile_blocks * step_blocks * 2304
@@ -76,26 +80,34 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
 
         @pl.when(wg == wgs)
         def _():
-            ring_state = (i0, i1)
-            for blocks, mt, ks, with_tokens in ((gu, mt1, ks1, 15), (dn, mt2, ks2, 0)):
-                start, end = span(mt, ks)
+            def fetch(warp):
+                done = i0
+                for blocks, mt, ks, g, with_tokens in ((gu, mt1, ks1, g1, 15), (dn, mt2, ks2, g2, 0)):
+                    start, end = span(mt, ks)
+                    # A warp takes every fourth step, counted through both products.
+                    first = start + lax.rem(warp - done + 4 * (done // 4 + 1), 4)
 
-                def step(s, carry):
-                    stage, phase, unit, tile, k = carry
-                    entry = info[unit]
-                    regs.fetch_step(blocks, ring, bars, x, rows, entry // 16, tile * tile_blocks, k * step_blocks,
-                        stage, phase, unit, entry & with_tokens,
-                        step_blocks=step_blocks, tile_blocks=tile_blocks, num_stages=stages, per_row=X)
-                    return (*advance_ring(stage, phase), *advance(unit, tile, k, mt, ks))
+                    def step(i, _):
+                        s = first + 4 * i
+                        index = done + s - start
+                        unit, tile, k = split(s, mt, ks)
+                        entry = info[unit]
+                        regs.fetch_step(blocks, ring, bars, x, rows, entry // 16, tile * (tile_blocks // g),
+                            k * step_blocks, lax.rem(index, stages), 1 - lax.rem(index // stages, 2), unit,
+                            entry & with_tokens,
+                            step_blocks=step_blocks, tile_blocks=tile_blocks, num_stages=stages, per_row=X, hint=config.hint)
+                        return 0
 
-                out_state = lax.fori_loop(start, end, step, (*ring_state, *split(start, mt, ks)))
-                ring_state = out_state[:2]
+                    lax.fori_loop(0, jnp.maximum(end - first + 3, 0) // 4, step, 0)
+                    done = done + end - start
+
+            plgpu.warp_map(fetch) if config.warp_map else fetch(regs.warp_index())
 
         @pl.when(wg < wgs)
         def _():
             ring_state = (i0, i0)
 
-            def stream(ring_state, tokens, stride, prepare, whole, partial, mt, ks, has_halves):
+            def stream(ring_state, tokens, stride, prepare, whole, partial, mt, ks, group, has_halves):
                 start, end = span(mt, ks)
                 zero = plgpu.layout_cast(jnp.zeros((64 * wg_blocks, 8), jnp.float32), regs.ACCUMULATOR)
                 if config.mode == "copy":
@@ -113,7 +125,7 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
                     regs.wait_barrier(bars, stage, phase)
                     where = stage * stage_bytes + tokens_in_stage if has_halves else k * (2 * config.step_columns)
                     sums = regs.multiply_step(ring, tokens, sums, stage, wg, where, count, step_blocks=step_blocks,
-                        warpgroup_blocks=wg_blocks, tile_blocks=tile_blocks, stride=stride)
+                        warpgroup_blocks=wg_blocks, tile_blocks=tile_blocks, group=group, stride=stride)
                     regs.arrive_warp(bars, stage + stages)
                     ends = k + 1 == ks
 
@@ -134,7 +146,7 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
                 begin = (unit * mt + tile) * ks
                 return owner(begin, mt, ks), owner(begin + ks - 1, mt, ks)
 
-            def sum_parts(values, spans, load):
+            def sum_parts(values, spans, load, unroll):
                 """Adds to value i the parts of the blocks behind the first, ``load(i, block)``, in order."""
                 most = spans[0][1] - spans[0][0]
                 for first, last in spans[1:]:
@@ -142,15 +154,19 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
 
                 def add(step, values):
                     added = []
+                    base = 1 + step * unroll
                     for i, (value, (first, last)) in enumerate(zip(values, spans)):
-                        more = load(i, jnp.minimum(first + step, last))
-                        added.append(jax.tree.map(lambda v, m: v + jnp.where(first + step <= last, m, 0.0), value, more))
+                        blocks = [first + base + j for j in range(unroll)]
+                        parts = [load(i, jnp.minimum(block, last)) for block in blocks]
+                        for block, part in zip(blocks, parts):
+                            value = jax.tree.map(lambda v, p: v + jnp.where(block <= last, p, 0.0), value, part)
+                        added.append(value)
                     return added
 
-                return lax.fori_loop(1, most + 1, add, values)
+                return lax.fori_loop(0, (most + unroll - 1) // unroll, add, values)
 
             me, everyone = c * wgs + wg, G * wgs
-            ring_state = stream(ring_state, ring, x_stride, lambda unit: info[unit] & 15, y1, w1, mt1, ks1, True)
+            ring_state = stream(ring_state, ring, x_stride, lambda unit: info[unit] & 15, y1, w1, mt1, ks1, g1, True)
             regs.sync_grid(sems, i0, jnp.int32(G), n_threads)
 
             vec = plgpu.Layout.WG_STRIDED((half,), vec_size=half // 128)
@@ -171,7 +187,7 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
                         for pair, (_, tile) in zip(pairs, places)
                     ]
                     load = lambda i, b: [plgpu.load(w1.at[b, places[i][0], j], layout=vec) for j in range(2)]
-                    for (n, tile), (gate, up) in zip(places, sum_parts(values, spans, load)):
+                    for (n, tile), (gate, up) in zip(places, sum_parts(values, spans, load, config.unroll)):
                         value = gate / (1.0 + jnp.exp(-gate)) * up
                         hbuf[n, pl.ds(tile * half, half)] = value.astype(jnp.bfloat16)
                     return 0
@@ -181,7 +197,7 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
                 regs.sync_threads(n_threads)
                 return count
 
-            stream(ring_state, hbuf, h_stride, swiglu, y2, w2, mt2, ks2, False)
+            stream(ring_state, hbuf, h_stride, swiglu, y2, w2, mt2, ks2, g2, False)
             regs.sync_grid(sems, i1, jnp.int32(G), n_threads)
 
             full = plgpu.Layout.WG_STRIDED((bm,), vec_size=bm // 128)
@@ -198,7 +214,7 @@ def int4_moe_gpu(x_TD, expert_TX, weight_TX, gate_up_EMKW, down_EMKW, config: Co
                     spans.append((first, jnp.where(where < 0, first, last)))
                 load = lambda i, b: plgpu.load(w2.at[b, jnp.maximum(places[i], 0) % 8], layout=full)
                 total = None
-                for value, where, weight in zip(sum_parts(values, spans, load), places, weights):
+                for value, where, weight in zip(sum_parts(values, spans, load, 1), places, weights):
                     weighted = jnp.where(where < 0, 0.0, value * weight)
                     total = weighted if total is None else total + weighted
                 out[token, pl.ds(tile * bm, bm)] = total.astype(jnp.bfloat16)

@@ -19,7 +19,7 @@ from ddtree_jax.pallas import registers as r
 from ddtree_jax.pallas.registers import TOKENS
 
 NUM_COUNTERS = 8
-_THREADS = 128
+_THREADS = 512
 
 
 class Schedule(NamedTuple):
@@ -71,7 +71,7 @@ def make_schedule(expert_TX: Int32[Array, "T X"], num_experts: int) -> Schedule:
     kernel = plgpu.kernel(
         body,
         out_type=tuple(outputs),
-        num_threads=1,
+        num_threads=_THREADS // 128,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True

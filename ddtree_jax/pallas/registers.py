@@ -134,6 +134,16 @@ def init_barriers(barriers: Any, counts: Sequence[int]) -> None:
     call(barriers)
 
 
+def warp_index() -> jax.Array:
+    """Of the warpgroup, 0 to 3; threads of different warps hold different values."""
+
+    @inline(0, 0, (), plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def call() -> mgpu.FragmentedArray:
+        return mgpu.FragmentedArray.splat(_warp(), (), is_signed=True)
+
+    return call()
+
+
 def _barrier(ref: ir.Value, index: ir.Value) -> ir.Value:
     return _at(_pointer(ref), _scaled(index, 8), _SHARED)
 
@@ -184,30 +194,40 @@ def fetch_step(
     tile_blocks: int,
     num_stages: int,
     per_row: int,
+    hint: bool = False,
 ) -> None:
-    """One thread waits until a stage is free and starts a step's copies: ``tile_blocks`` runs of blocks, and tokens.
+    """A thread of the warp waits until a stage is free and starts a step's copies: a run a group of blocks, and tokens.
 
-    Scalars: expert, block row, block column, stage, parity, unit, number of tokens (0: none are copied).
+    Scalars: expert, group, block column, stage, parity, unit, number of tokens (0: none are copied).
     """
-    run = step_blocks * BLOCK_WORDS * 4
     token_bytes = 2 * step_blocks * BLOCK_COLUMNS
 
     @inline(5, 7)
     def call(source, target, barriers, tokens, rows, expert, row, column, stage, parity, unit, count) -> None:
-        first = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(_thread(), _i32(127)), _i32(0))
+        _, num_groups, num_columns, group, _ = ir.MemRefType(source.type).shape
+        run = group * step_blocks * BLOCK_WORDS * 4
+        first = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(_thread(), _i32(31)), _i32(0))
         with mgpu.utils.when(first):
-            _, num_rows, num_columns, _ = ir.MemRefType(source.type).shape
             width = ir.MemRefType(tokens.type).shape[1]
             _wait(barriers, arith.addi(stage, _i32(num_stages)), parity)
             full = _barrier(barriers, stage)
-            num_runs = arith.minsi(_i32(tile_blocks), arith.subi(_i32(num_rows), row))
+            num_runs = arith.minsi(_i32(tile_blocks // group), arith.subi(_i32(num_groups), row))
             nvvm.mbarrier_arrive_expect_tx(full, _add(_scaled(num_runs, run), _scaled(count, token_bytes)))
-            block = _wide(arith.addi(_scaled(expert, num_rows), row))
-            offset = arith.addi(arith.muli(block, _i64(num_columns)), _wide(column))
-            start = _at(_gmem(source), arith.muli(offset, _i64(BLOCK_WORDS * 4)), _GLOBAL)
+            start_group = _wide(arith.addi(_scaled(expert, num_groups), row))
+            offset = arith.addi(arith.muli(start_group, _i64(num_columns)), _wide(column))
+            start = _at(_gmem(source), arith.muli(offset, _i64(group * BLOCK_WORDS * 4)), _GLOBAL)
             place = _at(_pointer(target), _scaled(stage, stage_bytes(tile_blocks, step_blocks)), _SHARED)
 
-            def copy(to: ir.Value, origin: ir.Value, size: int, is_needed: ir.Value) -> None:
+            if hint:
+                policy = mgpu.utils.inline_ptx(
+                    "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", result_types=_long(), has_side_effects=True)
+
+            def copy(to: ir.Value, origin: ir.Value, size: int, is_needed: ir.Value, is_weight: bool = False) -> None:
+                if hint and is_weight:
+                    mgpu.utils.inline_ptx(
+                        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], $4;",
+                        to, origin, _i32(size), full, policy, predicate=is_needed, has_side_effects=True)
+                    return
                 mgpu.utils.inline_ptx(
                     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
                     to,
@@ -219,17 +239,17 @@ def fetch_step(
                 )
 
             table = _at(_gmem(rows), _wide(_scaled(unit, 4 * TOKENS)), _GLOBAL)
-            for i in range(tile_blocks):
+            for i in range(tile_blocks // group):
                 is_needed = arith.cmpi(arith.CmpIPredicate.slt, _i32(i), num_runs)
-                step = _i64(i * num_columns * BLOCK_WORDS * 4)
-                copy(_at(place, _i32(i * run), _SHARED), _at(start, step, _GLOBAL), run, is_needed)
+                step = _i64(i * num_columns * group * BLOCK_WORDS * 4)
+                copy(_at(place, _i32(i * run), _SHARED), _at(start, step, _GLOBAL), run, is_needed, True)
             for n in range(TOKENS):
                 is_needed = arith.cmpi(arith.CmpIPredicate.slt, _i32(n), count)
                 with mgpu.utils.when(is_needed):
                     pair = llvm.load(_i32(), _at(table, _i64(4 * n), _GLOBAL))
                     token = arith.divui(pair, _i32(per_row)) if per_row > 1 else pair
                     shift = _add(_scaled(token, 2 * width), _scaled(column, 2 * BLOCK_COLUMNS))
-                    to = _i32(tile_blocks * run + n * token_stride(step_blocks * BLOCK_COLUMNS))
+                    to = _i32(tile_blocks * step_blocks * BLOCK_WORDS * 4 + n * token_stride(step_blocks * BLOCK_COLUMNS))
                     copy(_at(place, to, _SHARED), _at(_gmem(tokens), _wide(shift), _GLOBAL), token_bytes, is_needed)
 
     call(blocks, ring, barriers, tokens, rows, *scalars)
@@ -282,6 +302,7 @@ def multiply_step(
     step_blocks: int,
     warpgroup_blocks: int,
     tile_blocks: int,
+    group: int,
     stride: int,
 ) -> jax.Array:
     """Adds a step's product with the tokens to the warpgroup's sums [64 * warpgroup_blocks, 8].
@@ -300,9 +321,10 @@ def multiply_step(
         r, t = _lane()
         lane = arith.andi(_thread(), _i32(31))
         block = BLOCK_WORDS * 4
+        is_inside = group > warpgroup_blocks
         offset = _add(
             _scaled(stage, stage_bytes(tile_blocks, step_blocks)),
-            _scaled(warpgroup, warpgroup_blocks * step_blocks * block),
+            _scaled(warpgroup, warpgroup_blocks * block * (1 if is_inside else step_blocks)),
         )
         place = _at(_pointer(ring), offset, _SHARED)
         words_at = _at(place, _add(_scaled(_warp(), 512), _scaled(lane, 16)), _SHARED)
@@ -322,7 +344,7 @@ def multiply_step(
                 b = token_words[_GROUPS * k + q]
                 starts.append(_mma(offsets, b[2:], _mma(offsets, b[:2], [zero] * 4)))
             for m in range(warpgroup_blocks):
-                shift = _i32((m * step_blocks + k) * block)
+                shift = _i32(((m // group * step_blocks + k) * group + m % group) * block)
                 words = _load(_i32(), _at(words_at, shift, _SHARED), 4)
                 scales = _load(_i32(), _at(scales_at, shift, _SHARED), 2)
                 for q in range(_GROUPS):
