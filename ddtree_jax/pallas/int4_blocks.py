@@ -38,8 +38,8 @@ _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def pack_down(
-    words: Int32[Array, "*batch D i"], scale: BFloat16[Array, "*batch D g"], num_shards: int = 1
-) -> Int32[Array, "*batch M K m w"]:
+    words: Int32[np.ndarray, "*batch D i"], scale: BFloat16[np.ndarray, "*batch D g"], num_shards: int = 1
+) -> Int32[np.ndarray, "*batch M K m w"]:
     """Blocks of a projection in natural row order; both of its sizes are padded to whole blocks with zeros."""
     rows = BLOCK_ROWS * -(-words.shape[-2] // BLOCK_ROWS)
     words, scale = _pad_rows(words, rows), _pad_rows(scale, rows)
@@ -48,8 +48,8 @@ def pack_down(
 
 
 def pack_gate_up(
-    words: Int32[Array, "*batch 2 F I"], scale: BFloat16[Array, "*batch 2 F G"], num_shards: int = 1
-) -> Int32[Array, "*batch M K m w"]:
+    words: Int32[np.ndarray, "*batch 2 F I"], scale: BFloat16[np.ndarray, "*batch 2 F G"], num_shards: int = 1
+) -> Int32[np.ndarray, "*batch M K m w"]:
     """Blocks of gate and up together, 32 features of both a block."""
     features = BLOCK_ROWS // 2
     rows = features * -(-words.shape[-2] // features)

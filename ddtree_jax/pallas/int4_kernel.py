@@ -53,6 +53,7 @@ class Config:
     shared_bytes: int = 223_000
     combine_unroll: int = 16
     has_bulk_copies: bool = True
+    has_exact_weights: bool = True
 
     @property
     def tile_blocks(self) -> int:
@@ -248,6 +249,7 @@ class _Block:
                 tile_blocks=config.tile_blocks,
                 group=product.group,
                 stride=steps.token_stride(config.step_columns if is_first else product.num_columns),
+                has_exact_weights=config.has_exact_weights,
                 **blocks,
             )
             warps.arrive_warp(self.barriers, stage + self.num_stages)

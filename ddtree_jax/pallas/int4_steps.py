@@ -222,6 +222,22 @@ def _fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", a, b, c, result_types=w.f32())
 
 
+def _spread(word: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Each half of a word in both halves of one."""
+    prmt = "prmt.b32 $0, $1, $1, {};"
+    return tuple(
+        mgpu.utils.inline_ptx(prmt.format(order), word, result_types=w.i32()) for order in ("0x1010", "0x3232")
+    )
+
+
+def _scale(pair: ir.Value, scale: ir.Value) -> ir.Value:
+    """``bfloat16((pair - 136) * scale)``, twice."""
+    fma = "fma.rn.bf16x2 $0, $1, $2, $3;"
+    one, zero = w.i32(0x3F803F80), w.i32(0x80008000)
+    integers = mgpu.utils.inline_ptx(fma, pair, one, w.i32(_BF16_MINUS_136), result_types=w.i32())
+    return mgpu.utils.inline_ptx(fma, integers, scale, zero, result_types=w.i32())
+
+
 def _scales(word: ir.Value) -> tuple[ir.Value, ir.Value]:
     low = arith.shli(word, w.i32(16))
     high = arith.andi(word, w.i32(0xFFFF0000))
@@ -238,15 +254,17 @@ def multiply_step(
     tile_blocks: int,
     group: int,
     stride: int,
+    has_exact_weights: bool,
 ) -> jax.Array:
     """Adds a step's product with the tokens to the warpgroup's sums [64 * warpgroup_blocks, 8].
 
     Scalars: stage, warpgroup, where the first token's columns begin in ``tokens``, in bytes, and how many tokens there
     are. ``stride`` bytes from a token to the next. Places without a token repeat the first.
 
-    A warp multiplies 128 + nibble, exact in bfloat16. The 136 too many a weight are taken off by starting every group's
-    sum at -136 times the sum of the tokens, which the tensor cores compute, once for all rows. A group's sum then is
-    multiplied by its scale in float32.
+    Nibbles become 128 + nibble, exact in bfloat16. With exact weights, 136 is taken off and the scale multiplied in
+    bfloat16: the weights that `quant.dequantize` defines, bit for bit. Without, a group's sum is multiplied by its scale in
+    float32, which takes fewer instructions; the 136 too many a weight are taken off by starting the sum at -136 times the
+    sum of the tokens, which the tensor cores compute, once for all rows.
     """
     shape = (BLOCK_ROWS * warpgroup_blocks, TOKENS)
 
@@ -272,23 +290,35 @@ def multiply_step(
         totals = [[*totals[2 * i], *totals[2 * i + 1]] for i in range(warpgroup_blocks)]
         zero = arith.constant(w.f32(), 0.0)
         offsets = [w.i32(_BF16_MINUS_136)] * 4
+
+        def add_exact(total: list, words: list, b: list, scale: ir.Value) -> list:
+            low, high = _spread(scale)
+            below, above = (
+                [_scale(pair, by) for pair in _unpack(word)] for word, by in zip(words, (low, high), strict=True)
+            )
+            total = _mma([below[0], above[0], below[1], above[1]], b[:2], total)
+            return _mma([below[2], above[2], below[3], above[3]], b[2:], total)
+
+        def add_scaled(total: list, words: list, b: list, scale: ir.Value, start: list) -> list:
+            below, above = map(_unpack, words)
+            products = _mma([below[0], above[0], below[1], above[1]], b[:2], start)
+            products = _mma([below[2], above[2], below[3], above[3]], b[2:], products)
+            low, high = _scales(scale)
+            pairs = zip((low, low, high, high), products, total, strict=True)
+            return [_fma(scale, product, total) for scale, product, total in pairs]
+
         for k in range(step_blocks):
-            starts = []
-            for q in range(_GROUPS):
-                b = token_words[_GROUPS * k + q]
-                starts.append(_mma(offsets, b[2:], _mma(offsets, b[:2], [zero] * 4)))
+            b_words = token_words[_GROUPS * k : _GROUPS * (k + 1)]
+            starts = (
+                [] if has_exact_weights else [_mma(offsets, b[2:], _mma(offsets, b[:2], [zero] * 4)) for b in b_words]
+            )
             for m in range(warpgroup_blocks):
                 shift = w.i32(((m // group * step_blocks + k) * group + m % group) * block)
                 words = w.load(w.i32(), w.at(words_at, shift, w.SHARED), 4)
                 scales = w.load(w.i32(), w.at(scales_at, shift, w.SHARED), 2)
                 for q in range(_GROUPS):
-                    b = token_words[_GROUPS * k + q]
-                    below, above = _unpack(words[2 * q]), _unpack(words[2 * q + 1])
-                    products = _mma([below[0], above[0], below[1], above[1]], b[:2], starts[q])
-                    products = _mma([below[2], above[2], below[3], above[3]], b[2:], products)
-                    low, high = _scales(scales[q])
-                    pairs = zip((low, low, high, high), products, totals[m], strict=True)
-                    totals[m] = [_fma(scale, product, total) for scale, product, total in pairs]
+                    arguments = (totals[m], words[2 * q : 2 * q + 2], b_words[q], scales[q])
+                    totals[m] = add_exact(*arguments) if has_exact_weights else add_scaled(*arguments, starts[q])
         flat = [w.register(total[2 * h : 2 * h + 2]) for total in totals for h in range(2)]
         registers = np.asarray(flat, dtype=object).reshape(sums.registers.shape)
         return mgpu.FragmentedArray(_registers=registers, _layout=sums.layout, _is_signed=None)
