@@ -291,7 +291,7 @@ def multiply_step(
         zero = arith.constant(w.f32(), 0.0)
         offsets = [w.i32(_BF16_MINUS_136)] * 4
 
-        def add_exact(total: list, words: list, b: list, scale: ir.Value) -> list:
+        def add_exact(total: Sequence, words: Sequence, b: Sequence, scale: ir.Value) -> Sequence:
             low, high = _spread(scale)
             below, above = (
                 [_scale(pair, by) for pair in _unpack(word)] for word, by in zip(words, (low, high), strict=True)
@@ -299,7 +299,7 @@ def multiply_step(
             total = _mma([below[0], above[0], below[1], above[1]], b[:2], total)
             return _mma([below[2], above[2], below[3], above[3]], b[2:], total)
 
-        def add_scaled(total: list, words: list, b: list, scale: ir.Value, start: list) -> list:
+        def add_scaled(total: Sequence, words: Sequence, b: Sequence, scale: ir.Value, start: Sequence) -> Sequence:
             below, above = map(_unpack, words)
             products = _mma([below[0], above[0], below[1], above[1]], b[:2], start)
             products = _mma([below[2], above[2], below[3], above[3]], b[2:], products)
