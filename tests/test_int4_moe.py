@@ -124,7 +124,7 @@ def test_what_no_token_chose_never_matters() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 7, 132])
-@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 56, 5), (14, 4, 285)])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 56, 5), (14, 4, 285), (2, 4, 11)])
 def test_spans_share_all_steps_equally(num_blocks: int, shape: tuple[int, int, int]) -> None:
     """Spans follow each other and differ by a step at most; `owner` names the span that a step is in."""
     num_tiles, num_steps, num_units = shape
@@ -134,13 +134,41 @@ def test_spans_share_all_steps_equally(num_blocks: int, shape: tuple[int, int, i
     start, end = map(np.asarray, product.span(jnp.int32(num_units), jnp.arange(num_blocks)))
     assert start[0] == 0 and end[-1] == num_units * num_tiles * num_steps
     np.testing.assert_array_equal(start[1:], end[:-1])
-    assert np.ptp(end - start) <= 1
+    used = min(num_blocks, end[-1])
+    assert np.ptp((end - start)[:used]) <= 1 and (start < end)[:used].all() and (start == end)[used:].all()
     step = np.arange(end[-1], dtype=np.int32)
     owner = np.asarray(product.owner(jnp.int32(num_units), jnp.asarray(step)))
     assert (start[owner] <= step).all() and (step < end[owner]).all()
     position = product.position(jnp.asarray(step[:-1]))
     for ahead, following in zip(product.advance(*position), product.position(jnp.asarray(step[1:])), strict=True):
         np.testing.assert_array_equal(ahead, following)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 64), (2, 8, 11), (2, 4, 11), (1, 56, 110), (14, 2, 8)])
+def test_every_part_that_is_added_was_written(shape: tuple[int, int, int]) -> None:
+    """Plays the kernel's bookkeeping: who writes the beginning of a tile, who a later part, and who reads which."""
+    num_tiles, num_steps, num_units = shape
+    config = int4_kernel.HOPPER
+    blocks = jax.ShapeDtypeStruct((1, num_tiles, num_steps * config.step_blocks, 8, BLOCK_WORDS), jnp.int32)
+    product = int4_kernel._Product(blocks, config)
+    start, end = map(np.asarray, product.span(jnp.int32(num_units), jnp.arange(config.num_blocks)))
+    beginnings, parts = {}, {}
+    for block in range(config.num_blocks):
+        for tile in range(start[block] // num_steps, -(-end[block] // num_steps)):
+            begin = tile * num_steps
+            steps = set(range(max(begin, start[block]), min(begin + num_steps, end[block])))
+            if begin < start[block]:
+                assert block not in parts, "a block has room for one part"
+                parts[block] = steps
+            elif steps:
+                beginnings[tile] = steps
+    tiles = np.arange(num_units * num_tiles, dtype=np.int32)
+    first, last = map(np.asarray, product.owners(jnp.int32(num_units), *map(jnp.asarray, divmod(tiles, num_tiles))))
+    for tile in tiles:
+        found = [beginnings[tile]] + [parts[block] for block in range(first[tile] + 1, last[tile] + 1)]
+        assert sorted(step for steps in found for step in steps) == list(
+            range(tile * num_steps, (tile + 1) * num_steps)
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)

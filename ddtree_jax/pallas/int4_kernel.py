@@ -102,13 +102,20 @@ class _Product:
     def num_columns(self) -> int:
         return self.blocks.shape[2] * BLOCK_COLUMNS
 
-    def span(self, num_units: Array, block: Array) -> tuple[Array, Array]:
+    def sharing(self, num_units: Array) -> tuple[Array, Array]:
+        """Number of steps, and of blocks that share them: all, or one a step, so that none between two is without any."""
         total = num_units * (self.num_tiles * self.num_steps)
-        return block * total // self.config.num_blocks, (block + 1) * total // self.config.num_blocks
+        return total, jnp.clip(total, 1, self.config.num_blocks)
+
+    def span(self, num_units: Array, block: Array) -> tuple[Array, Array]:
+        total, sharing = self.sharing(num_units)
+        first, second = (jnp.minimum(index, sharing) * total // sharing for index in (block, block + 1))
+        return first, second
 
     def owner(self, num_units: Array, step: Array) -> Array:
         """Block whose span a step is in."""
-        return ((step + 1) * self.config.num_blocks - 1) // (num_units * (self.num_tiles * self.num_steps))
+        total, sharing = self.sharing(num_units)
+        return ((step + 1) * sharing - 1) // jnp.maximum(total, 1)
 
     def owners(self, num_units: Array, unit: Array, tile: Array) -> tuple[Array, Array]:
         """First and last block that hold steps of a tile."""
