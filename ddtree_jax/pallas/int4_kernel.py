@@ -4,14 +4,15 @@ A block has 2 computing warpgroups and 1 that fetches. Both products are cut int
 unit (an expert and up to 8 of its tokens, see `int4_schedule`), in the order (unit, tile of 512 rows, columns), and every
 block takes an equal span of them, wherever tiles begin or end::
 
-    fetch    schedule | gate and up ────────────────► down, as far as the ring holds ┊ down ─────────►
-    compute  schedule | gate and up ─► sums ─► sync ─► combine split tiles ─► sync ─► down ─► sums ─► sync ─► add up
-                        step: unpack, mma, x scale                                    hidden rows
-                                                                                      to shared memory
+    fetch    schedule | gate and up ──────────────► down, as far as the ring holds ┊ down ───────►
+    compute  schedule | gate and up ─► sums ─► combine split tile ─► down ─► sums ─► sync ─► add up
+                        step: unpack, mma, x scale                   hidden rows
+                                                                     to shared memory
 
-The ring never drains between tiles, units and products; while the blocks wait for each other it fills. A tile that lies in
-one block becomes hidden rows in its registers. Of a tile that blocks share, the part that begins it goes to an array by
-pair, later parts to one by block, and whoever needs the sum adds them in the order of blocks: the same on every run.
+The ring never drains between tiles, units and products. A tile that lies in one block becomes hidden rows in its registers.
+Of a tile that blocks share, the part that begins it goes to an array by pair, later parts to one by block, and whoever
+needs the sum adds them in the order of blocks: the same on every run. Blocks wait for no more than they need: the block
+with a tile's end for its other parts, a unit's second product for its hidden rows, the last sum for everything.
 
 Bytes: every unit's expert once (3.1 MB at 256 features and 7,168 columns), 4.57 TB/s on an H200 at best.
 """
@@ -152,6 +153,7 @@ class _Block:
     units: Any
     pairs: Any
     places: Any
+    semaphores: Any
 
     @property
     def num_stages(self) -> int:
@@ -215,18 +217,26 @@ class _Block:
         _, first_sums, hidden, second_sums, first_parts, second_parts = self.outputs
         gate_up, down = self.products
         stage = (jnp.int32(0), jnp.int32(0))
-        semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((3,)))
-
-        def sync(index: int) -> None:
-            warps.sync_grid(semaphores, index, self.config.num_blocks, self.config.num_threads)
-
         stage = self._multiply(gate_up, stage, first_sums, first_parts, hidden)
-        sync(0)
         self._combine()
-        sync(1)
         self._multiply(down, stage, second_sums, second_parts, None)
-        sync(2)
+        self._signal(jnp.int32(0))
+        self._await(jnp.int32(0), jnp.int32(self.config.num_blocks))
         self._add_up()
+
+    def _signal(self, index: Array) -> None:
+        warps.signal(self.semaphores, index, self.config.num_threads)
+
+    def _await(self, index: Array, count: Array) -> None:
+        warps.await_count(self.semaphores, index, count, self.config.num_threads)
+
+    def _is_ready(self, unit: Array) -> Array:
+        """Semaphore that counts the unit's tiles of gate and up whose hidden rows are written."""
+        return 1 + unit
+
+    def _has_parts(self, unit: Array, tile: Array) -> Array:
+        """Semaphore that counts a tile's parts but the last."""
+        return 1 + self.pairs.shape[0] // TOKENS + unit * self.products[0].num_tiles + tile
 
     def _multiply(
         self, product: _Product, stage: tuple[Array, Array], sums_ref: Any, parts_ref: Any, hidden: Any
@@ -273,12 +283,19 @@ class _Block:
                     feature = tile * (config.tile_rows // 2)
                     features = {"num_features": self.num_features}
                     steps.store_hidden(sums, hidden, self.pairs, unit, feature, self.warpgroup, **features, **blocks)
+                    self._signal(self._is_ready(unit))
 
             @pl.when(must_store)
             def _() -> None:
                 where = (unit, tile, self.index, is_later.astype(_INT), self.warpgroup)
                 tile_blocks = {"tile_blocks": config.tile_blocks}
                 steps.store_sums(sums, sums_ref, parts_ref, self.pairs, *where, **tile_blocks, **blocks)
+
+            if is_first:
+
+                @pl.when((k + 1 < product.num_steps) & (s + 1 == end))
+                def _() -> None:
+                    self._signal(self._has_parts(unit, tile))
 
             sums = sums * jnp.where(ends, 0.0, 1.0)
             is_last = stage + 1 == self.num_stages
@@ -293,10 +310,16 @@ class _Block:
         count = self.units[unit] & 15
         if not is_first:
             threads = self.config.num_threads
-            columns = self.products[1].num_columns
-            warps.sync_threads(threads)
+            gate_up, down = self.products
+            self._await(self._is_ready(unit), jnp.int32(gate_up.num_tiles))
             steps.load_hidden(
-                self.outputs[2], self.hidden_s, self.pairs, unit, count, num_columns=columns, num_threads=threads
+                self.outputs[2],
+                self.hidden_s,
+                self.pairs,
+                unit,
+                count,
+                num_columns=down.num_columns,
+                num_threads=threads,
             )
             warps.sync_threads(threads)
         return count
@@ -313,6 +336,7 @@ class _Block:
         @pl.when((k > 0) & (start - k + product.num_steps <= end))
         def _() -> None:
             owners = product.owner(self.num_units, start - k), self.index
+            self._await(self._has_parts(unit, tile), owners[1] - owners[0])
             count = self.units[unit] & 15
 
             def combine(turn: Array, carry: Array) -> Array:
@@ -333,6 +357,7 @@ class _Block:
 
             turns = (count - self.warpgroup + self.config.warpgroups - 1) // self.config.warpgroups
             lax.fori_loop(0, turns, combine, 0)
+            self._signal(self._is_ready(unit))
 
     def _add_up(self) -> None:
         """Sums over tokens' experts: a warpgroup a token and tile, in turns."""
@@ -401,9 +426,9 @@ def int4_moe_kernel(
     """Weighted sum of each token's experts. What `int4_moe` checks and documents; D is a multiple of 64 here."""
     (T, X), E = expert_TX.shape, gate_up_EMKmw.shape[0]
     P, half = T * X, config.tile_rows // 2
-    gate_up, down = _Product(gate_up_EMKmw, config), _Product(down_EMKmw, config)
-    num_features = gate_up_EMKmw.shape[1] * gate_up.group * BLOCK_ROWS // 2
-    hidden_stride = steps.token_stride(down.num_columns) // 2
+    gate_up_product, down_product = _Product(gate_up_EMKmw, config), _Product(down_EMKmw, config)
+    num_features = gate_up_EMKmw.shape[1] * gate_up_product.group * BLOCK_ROWS // 2
+    hidden_stride = steps.token_stride(down_product.num_columns) // 2
     tables = (P + 1, TOKENS * P, P)
     stage_bytes = steps.stage_bytes(config.tile_blocks, config.step_blocks)
     free_bytes = config.shared_bytes - 2 * TOKENS * hidden_stride - 4 * sum(tables)
@@ -436,6 +461,7 @@ def int4_moe_kernel(
             units,
             pairs,
             places,
+            pl.get_global(plgpu.SemaphoreType.REGULAR((1 + P * (1 + gate_up_product.num_tiles),))),
         )
         pl.when(warpgroup == config.warpgroups)(block.fetch)
         pl.when(warpgroup < config.warpgroups)(block.compute)
@@ -444,10 +470,10 @@ def int4_moe_kernel(
     out_TD, *_ = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((T, down.num_tiles * config.tile_rows), bf16),
-            jax.ShapeDtypeStruct((P, gate_up.num_tiles, 2, half), f32),
-            jax.ShapeDtypeStruct((P, gate_up.num_tiles * half), bf16),
-            jax.ShapeDtypeStruct((P, down.num_tiles, config.tile_rows), f32),
+            jax.ShapeDtypeStruct((T, down_product.num_tiles * config.tile_rows), bf16),
+            jax.ShapeDtypeStruct((P, gate_up_product.num_tiles, 2, half), f32),
+            jax.ShapeDtypeStruct((P, gate_up_product.num_tiles * half), bf16),
+            jax.ShapeDtypeStruct((P, down_product.num_tiles, config.tile_rows), f32),
             jax.ShapeDtypeStruct((config.num_blocks, TOKENS, 2, half), f32),
             jax.ShapeDtypeStruct((config.num_blocks, TOKENS, config.tile_rows), f32),
         ),

@@ -201,27 +201,45 @@ def sync_threads(num_threads: int) -> None:
     inline(0, 0)(functools.partial(_sync_threads, num_threads))()
 
 
-def sync_grid(semaphores: Any, index: int, num_blocks: int, num_threads: int) -> None:
-    """All ``num_threads`` computing threads of all blocks wait for each other; what they wrote is seen by all.
+def signal(semaphores: Any, index: jax.Array, num_threads: int) -> None:
+    """Counts one up, after what all ``num_threads`` computing threads of the block have written can be seen by all."""
 
-    Needs all blocks on the device at once, and semaphore ``index`` at zero before the kernel.
-    """
-
-    @inline(1, 0)
-    def call(ref: ir.Value) -> None:
+    @inline(1, 1)
+    def call(ref: ir.Value, index: ir.Value) -> None:
         _sync_threads(num_threads)
-        first = arith.cmpi(arith.CmpIPredicate.eq, thread(), i32(0))
-        with mgpu.utils.when(first):
-            pointer = at(gmem(ref), i64(4 * index), GLOBAL)
-            mgpu.utils.inline_ptx("red.release.gpu.global.add.u32 [$0], $1;", pointer, i32(1), has_side_effects=True)
+        with mgpu.utils.when(_is_thread_0()):
+            mgpu.utils.inline_ptx(
+                "red.release.gpu.global.add.u32 [$0], $1;", _semaphore(ref, index), i32(1), has_side_effects=True
+            )
+
+    call(semaphores, index)
+
+
+def await_count(semaphores: Any, index: jax.Array, count: jax.Array, num_threads: int) -> None:
+    """All ``num_threads`` computing threads of the block wait until a semaphore has been counted up to ``count``."""
+
+    @inline(1, 2)
+    def call(ref: ir.Value, index: ir.Value, count: ir.Value) -> None:
+        with mgpu.utils.when(_is_thread_0()):
             loop = scf.WhileOp([], [])
             with ir.InsertionPoint(loop.before.blocks.append()):
                 seen = mgpu.utils.inline_ptx(
-                    "ld.acquire.gpu.global.b32 $0, [$1];", pointer, result_types=i32(), has_side_effects=True
+                    "ld.acquire.gpu.global.b32 $0, [$1];",
+                    _semaphore(ref, index),
+                    result_types=i32(),
+                    has_side_effects=True,
                 )
-                scf.condition(arith.cmpi(arith.CmpIPredicate.slt, seen, i32(num_blocks)), [])
+                scf.condition(arith.cmpi(arith.CmpIPredicate.slt, seen, count), [])
             with ir.InsertionPoint(loop.after.blocks.append()):
                 scf.yield_([])
         _sync_threads(num_threads)
 
-    call(semaphores)
+    call(semaphores, index, count)
+
+
+def _is_thread_0() -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, thread(), i32(0))
+
+
+def _semaphore(ref: ir.Value, index: ir.Value) -> ir.Value:
+    return at(gmem(ref), wide(scaled(index, 4)), GLOBAL)
