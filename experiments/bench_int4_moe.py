@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax.pallas import int4_kernel
-from ddtree_jax.pallas.int4_blocks import BLOCK_WORDS, WEIGHT_WORDS, pack_down, pack_gate_up, split_halves
+from ddtree_jax.pallas.int4_blocks import BLOCK_WORDS, WEIGHT_WORDS, pack_down, pack_gate_up
 from ddtree_jax.pallas.int4_moe import (
-    ExpertWeights,
+    ExpertBlocks,
     choose_config,
     expand,
     int4_moe_gpu,
@@ -42,12 +42,12 @@ class Shard(NamedTuple):
     def expert_bytes(self) -> int:
         return 3 * self.features * WIDTH * (16 + 2) // 32
 
-    def draw_weights(self) -> ExpertWeights:
+    def draw_weights(self) -> ExpertBlocks:
         shapes = (
             (self.num_experts, self.features // 256, WIDTH // 64, 8),
             (self.num_experts, WIDTH // 512, self.features // 64, 8),
         )
-        return ExpertWeights(*(draw_blocks(jax.random.key(i), shape) for i, shape in enumerate(shapes)))
+        return ExpertBlocks(*(draw_blocks(jax.random.key(i), shape) for i, shape in enumerate(shapes)))
 
     def draw_routing(self, nodes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Uniform; drawn again if the rank has none of the experts."""
@@ -75,22 +75,20 @@ def draw_blocks(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.concatenate([words, jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.int32)], axis=-1)
 
 
-def compute_float64(
-    x_TD: jax.Array, expert_TX: np.ndarray, weight_TX: np.ndarray, experts: ExpertWeights
-) -> np.ndarray:
+def compute_float64(x_TD: jax.Array, expert_TX: np.ndarray, weight_TX: np.ndarray, experts: ExpertBlocks) -> np.ndarray:
     """The sum over experts in float64, on the dequantized weights."""
     y_TD = np.zeros(x_TD.shape)
     with jax.enable_x64(True):
 
         @jax.jit
-        def run_expert(x_TD: jax.Array, expert: ExpertWeights) -> jax.Array:
-            gate_FD, up_FD = split_halves(expand(expert.gate_up_EMKmw, jnp.float64))
+        def run_expert(x_TD: jax.Array, expert: ExpertBlocks) -> jax.Array:
+            (gate_FD, up_FD), down_DF = expand(expert, WIDTH, jnp.float64)
             x_TD = x_TD.astype(jnp.float64)
-            return (jax.nn.silu(x_TD @ gate_FD.T) * (x_TD @ up_FD.T)) @ expand(expert.down_EMKmw, jnp.float64).T
+            return (jax.nn.silu(x_TD @ gate_FD.T) * (x_TD @ up_FD.T)) @ down_DF.T
 
         for number in range(experts.down_EMKmw.shape[0]):
             if (expert_TX == number).any():
-                expert = ExpertWeights(*(blocks[number] for blocks in experts))
+                expert = ExpertBlocks(*(blocks[number] for blocks in experts))
                 weight_T = np.where(expert_TX == number, weight_TX, 0.0).sum(axis=1)
                 y_TD += np.asarray(run_expert(x_TD, expert)) * weight_T[:, None]
     return y_TD
@@ -114,7 +112,7 @@ def time_kernels(call: Callable[[int], Any], num_calls: int) -> list[float]:
     return (1e-3 * np.asarray(milliseconds).reshape(num_calls, -1).sum(axis=1)).tolist()
 
 
-def measure_case(shard: Shard, experts: ExpertWeights, nodes: int, runs: int, has_reference: bool) -> dict[str, Any]:
+def measure_case(shard: Shard, experts: ExpertBlocks, nodes: int, runs: int, has_reference: bool) -> dict[str, Any]:
     """A result line, without where and with what it was measured."""
     x_TD = jax.random.normal(jax.random.key(nodes), (nodes, WIDTH), jnp.bfloat16)
     routings = [shard.draw_routing(nodes, seed) for seed in range(ROUTINGS)]
@@ -140,7 +138,7 @@ def measure_case(shard: Shard, experts: ExpertWeights, nodes: int, runs: int, ha
     return line
 
 
-def time_reference(x_TD: jax.Array, routing: tuple, experts: ExpertWeights) -> float:
+def time_reference(x_TD: jax.Array, routing: tuple, experts: ExpertBlocks) -> float:
     """Wall seconds of the plain-JAX form: it returns to the host for every expert, so that no sum of kernels is its time."""
     reference = jax.jit(int4_moe_reference)
     seconds = []
@@ -213,16 +211,16 @@ def check_shape(shape: tuple[int, ...], num_routings: int, is_compared: bool) ->
     return worst
 
 
-def _draw_small(rng: np.random.Generator, E: int, D: int, F: int) -> tuple[ExpertWeights, np.ndarray, np.ndarray]:
+def _draw_small(rng: np.random.Generator, E: int, D: int, F: int) -> tuple[ExpertBlocks, np.ndarray, np.ndarray]:
     """Random experts; the last one's scales are NaN."""
     parts = []
     for shape in ((E, 2, F, D), (E, D, F)):
         words = rng.integers(-(2**31), 2**31, (*shape[:-1], shape[-1] // 8)).astype(np.int32)
         scale = rng.normal(0.0, 0.05, (*shape[:-1], shape[-1] // 32))
         scale[-1] = np.nan
-        parts.append((words, np.asarray(jnp.asarray(scale, jnp.bfloat16))))
-    experts = ExpertWeights(jnp.asarray(pack_gate_up(*parts[0])), jnp.asarray(pack_down(*parts[1])))
-    dense = (np.asarray(dequantize(*map(jnp.asarray, part), jnp.float32), np.float64) for part in parts)
+        parts.append((jnp.asarray(words), jnp.asarray(scale, jnp.bfloat16)))
+    experts = ExpertBlocks(pack_gate_up(*parts[0]), pack_down(*parts[1]))
+    dense = (np.asarray(dequantize(*part, jnp.float32), np.float64) for part in parts)
     return experts, *dense
 
 

@@ -10,24 +10,22 @@ import pytest
 
 from ddtree_jax.pallas import int4_kernel, int4_moe
 from ddtree_jax.pallas.int4_blocks import BLOCK_WORDS, pack_down, pack_gate_up, split_halves, unpack_blocks
-from ddtree_jax.pallas.int4_moe import ExpertWeights
-from ddtree_jax.quant import dequantize, pack_int4
+from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, pack_experts
+from ddtree_jax.quant import dequantize, pack_int4, unpack_int4
 
 FORMS = {"hopper": int4_kernel.HOPPER, "small": int4_kernel.SMALL, "ampere": int4_kernel.AMPERE}
 
 
-def draw(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+def draw(rng: np.random.Generator, *shape: int) -> tuple[jax.Array, jax.Array]:
     """Packed words and scales of random weights."""
-    words = np.asarray(pack_int4(jnp.asarray(rng.integers(-8, 8, shape), jnp.int32)))
-    scale = rng.normal(0.0, 0.05, (*shape[:-1], shape[-1] // 32))
-    return words, np.asarray(jnp.asarray(scale, jnp.bfloat16))
+    words = pack_int4(jnp.asarray(rng.integers(-8, 8, shape), jnp.int32))
+    return words, jnp.asarray(rng.normal(0.0, 0.05, (*shape[:-1], shape[-1] // 32)), jnp.bfloat16)
 
 
 def draw_experts(rng: np.random.Generator, E: int, D: int, F: int) -> tuple[ExpertWeights, np.ndarray, np.ndarray]:
-    """Random experts in blocks, and their weights in float64."""
-    gate_up, down = draw(rng, E, 2, F, D), draw(rng, E, D, F)
-    experts = ExpertWeights(jnp.asarray(pack_gate_up(*gate_up)), jnp.asarray(pack_down(*down)))
-    dense = (np.asarray(dequantize(*map(jnp.asarray, part), jnp.float32), np.float64) for part in (gate_up, down))
+    """Random experts, and their weights in float64."""
+    experts = ExpertWeights(*draw(rng, E, 2, F, D), *draw(rng, E, D, F))
+    dense = (np.asarray(dequantize(*part, jnp.float32), np.float64) for part in (experts[:2], experts[2:]))
     return experts, *dense
 
 
@@ -47,30 +45,24 @@ def relative_error(y: np.ndarray, reference: np.ndarray) -> float:
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (96, 160), (512, 192)])
 def test_down_blocks_hold_the_weights(rows: int, columns: int) -> None:
     words, scale = draw(np.random.default_rng(0), 3, rows, columns)
-    blocks = pack_down(words, scale)
-    integers, unpacked_scale = map(np.asarray, unpack_blocks(jnp.asarray(blocks)))
-    np.testing.assert_array_equal(integers[:, :rows, :columns], np.asarray(int4_words(words)))
+    integers, unpacked_scale = map(np.asarray, unpack_blocks(pack_down(words, scale)))
+    np.testing.assert_array_equal(integers[:, :rows, :columns], unpack_int4(words))
     np.testing.assert_array_equal(unpacked_scale[:, :rows, : columns // 32], scale)
     assert not unpacked_scale[:, rows:].any() and not unpacked_scale[:, :, columns // 32 :].any()
-
-
-def int4_words(words: np.ndarray) -> np.ndarray:
-    nibbles = (words.view(np.uint32)[..., None] >> (4 * np.arange(8, dtype=np.uint32))) & 15
-    return nibbles.astype(np.int32).reshape(*words.shape[:-1], -1) - 8
 
 
 @pytest.mark.parametrize("features", [32, 96, 256])
 def test_gate_up_blocks_hold_the_weights(features: int) -> None:
     words, scale = draw(np.random.default_rng(1), 2, 2, features, 192)
-    integers, unpacked_scale = unpack_blocks(jnp.asarray(pack_gate_up(words, scale)))
-    np.testing.assert_array_equal(np.asarray(split_halves(integers)), int4_words(words))
-    np.testing.assert_array_equal(np.asarray(split_halves(unpacked_scale)), scale)
+    integers, unpacked_scale = unpack_blocks(pack_gate_up(words, scale))
+    np.testing.assert_array_equal(split_halves(integers), unpack_int4(words))
+    np.testing.assert_array_equal(split_halves(unpacked_scale), scale)
 
 
 def test_a_threads_words_lie_together_as_documented() -> None:
     """The order that the kernel's registers rely on, spelled out: word 128 w + 4 l + 2 q + h, columns 0 2 4 6 1 3 5 7."""
     words, scale = draw(np.random.default_rng(2), 64, 64)
-    values, block = int4_words(words), pack_down(words, scale)[0, 0, 0]
+    values, block, scale = map(np.asarray, (unpack_int4(words), pack_down(words, scale)[0, 0, 0], scale))
     for w, lane, q, h in np.ndindex(4, 32, 2, 2):
         r, t = divmod(lane, 4)
         nibbles = (block.view(np.uint32)[128 * w + 4 * lane + 2 * q + h] >> (4 * np.arange(8, dtype=np.uint32))) & 15
@@ -80,21 +72,9 @@ def test_a_threads_words_lie_together_as_documented() -> None:
         assert pair[h] == scale[16 * w + 8 * h + r, q]
 
 
-def test_shards_of_the_blocks_are_blocks_of_the_shards() -> None:
-    """Tensor-parallel shards: features of gate and up, columns of down."""
-    rng, shards = np.random.default_rng(3), 4
-    gate_up, down = draw(rng, 2, 512, 64), draw(rng, 64, 512)
-    whole = pack_gate_up(*gate_up, shards), pack_down(*down)
-    for i in range(shards):
-        features = slice(128 * i, 128 * (i + 1))
-        own = pack_gate_up(*(np.ascontiguousarray(part[:, features]) for part in gate_up))
-        np.testing.assert_array_equal(np.split(whole[0], shards)[i], own)
-        columns = [np.ascontiguousarray(np.split(part, shards, axis=-1)[i]) for part in down]
-        np.testing.assert_array_equal(np.split(whole[1], shards, axis=1)[i], pack_down(*columns))
-
-
+@pytest.mark.parametrize("has_blocks", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_reference_agrees_with_float64(dtype) -> None:
+def test_reference_agrees_with_float64(dtype, has_blocks: bool) -> None:
     rng = np.random.default_rng(4)
     T, X, E, D, F = 7, 3, 5, 96, 160
     experts, gate_up_E2FD, down_EDF = draw_experts(rng, E, D, F)
@@ -102,6 +82,7 @@ def test_reference_agrees_with_float64(dtype) -> None:
     expert_TX = rng.integers(-2, E + 2, (T, X)).astype(np.int32)
     expert_TX[0], expert_TX[1] = -1, 2
     weight_TX = rng.normal(size=(T, X)).astype(np.float32)
+    experts = pack_experts(experts) if has_blocks else experts
     y_TD = int4_moe.int4_moe(x_TD, jnp.asarray(expert_TX), jnp.asarray(weight_TX), experts)
     expected_TD = compute_float64(np.asarray(x_TD, np.float32), expert_TX, weight_TX, gate_up_E2FD, down_EDF)
     assert y_TD.dtype == dtype
@@ -111,12 +92,12 @@ def test_reference_agrees_with_float64(dtype) -> None:
 
 def test_what_no_token_chose_never_matters() -> None:
     rng = np.random.default_rng(5)
-    experts, *_ = draw_experts(rng, 4, 64, 64)
+    experts = pack_experts(draw_experts(rng, 4, 64, 64)[0])
     x_TD, weight_TX = jnp.asarray(rng.normal(size=(3, 64)), jnp.float32), jnp.ones((3, 2), jnp.float32)
     expert_TX = jnp.asarray([[0, 2], [2, 0], [-1, 4]], jnp.int32)
     clean_TD = int4_moe.int4_moe(x_TD, expert_TX, weight_TX, experts)
     poison = jnp.full_like(experts.down_EMKmw[1], 0x7FC07FC0)
-    poisoned = ExpertWeights(
+    poisoned = ExpertBlocks(
         *(blocks.at[jnp.asarray([1, 3])].set(jnp.resize(poison, blocks.shape[1:])) for blocks in experts)
     )
     poisoned_TD = int4_moe.int4_moe(x_TD.at[2].set(jnp.nan), expert_TX, weight_TX, poisoned)
@@ -175,7 +156,7 @@ def test_every_part_that_is_added_was_written(shape: tuple[int, int, int]) -> No
 @pytest.mark.parametrize("shape", [(16, 8, 384, 7168, 256), (64, 8, 48, 7168, 2048), (5, 3, 8, 96, 96)])
 def test_every_form_lowers_for_cuda(form: str, shape: tuple[int, ...]) -> None:
     T, X, E, D, F = shape
-    experts = ExpertWeights(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in block_shapes(E, D, F)))
+    experts = block_shapes(E, D, F)
     config = FORMS[form]
     if any(blocks.shape[2] % config.step_blocks for blocks in experts):
         config = dataclasses.replace(config, step_columns=64)
@@ -189,14 +170,14 @@ def test_every_form_lowers_for_cuda(form: str, shape: tuple[int, ...]) -> None:
     assert text.count("mosaic_gpu") >= 1
 
 
-def block_shapes(E: int, D: int, F: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    gate_up = pack_gate_up(np.zeros((2, F, D // 8), np.int32), np.zeros((2, F, D // 32), jnp.bfloat16)).shape
-    down = pack_down(np.zeros((D, F // 8), np.int32), np.zeros((D, F // 32), jnp.bfloat16)).shape
-    return (E, *gate_up), (E, *down)
+def block_shapes(E: int, D: int, F: int) -> ExpertBlocks:
+    shapes = ((E, 2, F, D // 8), (E, 2, F, D // 32), (E, D, F // 8), (E, D, F // 32))
+    dtypes = (jnp.int32, jnp.bfloat16) * 2
+    return jax.eval_shape(pack_experts, ExpertWeights(*map(jax.ShapeDtypeStruct, shapes, dtypes)))
 
 
 def test_the_kernel_is_chosen_for_cuda_alone() -> None:
-    experts, *_ = draw_experts(np.random.default_rng(6), 4, 64, 64)
+    experts = pack_experts(draw_experts(np.random.default_rng(6), 4, 64, 64)[0])
     arguments = (jnp.zeros((2, 64), jnp.bfloat16), jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 2)), experts)
     traced = jax.jit(int4_moe.int4_moe).trace(*arguments)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -204,12 +185,12 @@ def test_the_kernel_is_chosen_for_cuda_alone() -> None:
 
 
 def test_input_that_the_kernel_does_not_take_is_named() -> None:
-    experts, *_ = draw_experts(np.random.default_rng(7), 4, 64, 64)
+    experts = pack_experts(draw_experts(np.random.default_rng(7), 4, 64, 64)[0])
     with pytest.raises(NotImplementedError, match="float32"):
         int4_moe.choose_config(jnp.zeros((2, 64), jnp.float32), experts)
     with pytest.raises(NotImplementedError, match="128 wide"):
         int4_moe.choose_config(jnp.zeros((2, 128), jnp.bfloat16), experts)
-    grouped = ExpertWeights(*(jnp.zeros((4, 1, 1, 3, BLOCK_WORDS), jnp.int32) for _ in range(2)))
+    grouped = ExpertBlocks(*(jnp.zeros((4, 1, 1, 3, BLOCK_WORDS), jnp.int32) for _ in range(2)))
     with pytest.raises(NotImplementedError, match="groups of 3"):
         int4_moe.choose_config(jnp.zeros((2, 64), jnp.bfloat16), grouped)
     small = dataclasses.replace(int4_kernel.HOPPER, shared_bytes=60_000)

@@ -22,8 +22,8 @@ row 16 w + r of a block is gate's, row 16 w + 8 + r up's, feature 8 w + r of the
 
 import math
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, BFloat16, Int32
 
 from ddtree_jax.quant import NIBBLES
@@ -38,65 +38,62 @@ _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def pack_down(
-    words: Int32[np.ndarray, "*batch D i"], scale: BFloat16[np.ndarray, "*batch D g"], num_shards: int = 1
-) -> Int32[np.ndarray, "*batch M K m w"]:
+    words: Int32[Array, "*batch D i"], scale: BFloat16[Array, "*batch D g"]
+) -> Int32[Array, "*batch M K m w"]:
     """Blocks of a projection in natural row order; both of its sizes are padded to whole blocks with zeros."""
     rows = BLOCK_ROWS * -(-words.shape[-2] // BLOCK_ROWS)
-    words, scale = _pad_rows(words, rows), _pad_rows(scale, rows)
     split = (rows // BLOCK_ROWS, _WARPS, _HALVES, _LANE_ROWS)
-    return _pack(*(array.reshape(*array.shape[:-2], *split, array.shape[-1]) for array in (words, scale)), num_shards)
+    words, scale = _pad(words, -2, rows), _pad(scale, -2, rows)
+    return _pack(*(array.reshape(*array.shape[:-2], *split, array.shape[-1]) for array in (words, scale)))
 
 
 def pack_gate_up(
-    words: Int32[np.ndarray, "*batch 2 F I"], scale: BFloat16[np.ndarray, "*batch 2 F G"], num_shards: int = 1
-) -> Int32[np.ndarray, "*batch M K m w"]:
+    words: Int32[Array, "*batch 2 F I"], scale: BFloat16[Array, "*batch 2 F G"]
+) -> Int32[Array, "*batch M K m w"]:
     """Blocks of gate and up together, 32 features of both a block."""
     features = BLOCK_ROWS // 2
     rows = features * -(-words.shape[-2] // features)
-    words, scale = _pad_rows(words, rows), _pad_rows(scale, rows)
     split = (_HALVES, rows // features, _WARPS, _LANE_ROWS)
 
-    def arrange(array: np.ndarray) -> np.ndarray:
-        array = array.reshape(*array.shape[:-3], *split, array.shape[-1])
-        return np.moveaxis(array, -5, -3)
+    def arrange(array: Array) -> Array:
+        array = _pad(array, -2, rows)
+        return jnp.moveaxis(array.reshape(*array.shape[:-3], *split, array.shape[-1]), -5, -3)
 
-    return _pack(arrange(words), arrange(scale), num_shards)
-
-
-def _pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
-    array = np.asarray(array)
-    return np.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, rows - array.shape[-2]), (0, 0)])
+    return _pack(arrange(words), arrange(scale))
 
 
-def _pack(words: np.ndarray, scale: np.ndarray, num_shards: int) -> np.ndarray:
+def _pad(array: Array, axis: int, size: int) -> Array:
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, size - array.shape[axis])
+    return jnp.pad(array, widths)
+
+
+def _pack(words: Array, scale: Array) -> Array:
     """From [..., blocks, warps, halves, lane rows, columns] to blocks."""
     columns = BLOCK_COLUMNS * -(-words.shape[-1] * NIBBLES // BLOCK_COLUMNS)
     blocks = columns // BLOCK_COLUMNS
-
-    def pad(array: np.ndarray, size: int) -> np.ndarray:
-        return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, size - array.shape[-1])])
-
-    words = _reorder(pad(words, columns // NIBBLES), _NIBBLE_ORDER)
+    words = _reorder(_pad(words, -1, columns // NIBBLES))
     words = words.reshape(*words.shape[:-1], blocks, _GROUPS, _LANE_COLUMNS)
     # [..., M, warp, half, r, K, q, t] -> [..., M, K, warp, r, t, q, half]
-    words = np.moveaxis(words, (-3, -6, -4, -1, -2, -5), (-6, -5, -4, -3, -2, -1))
-    scale = pad(scale, columns // 32).view(np.uint16)
+    words = jnp.moveaxis(words, (-3, -6, -4, -1, -2, -5), (-6, -5, -4, -3, -2, -1))
+    scale = _pad(scale, -1, columns // 32)
     scale = scale.reshape(*scale.shape[:-1], blocks, _GROUPS)
     # [..., M, warp, half, r, K, q] -> [..., M, K, warp, r, q, half]
-    scale = np.moveaxis(scale, (-2, -5, -3, -1, -4), (-5, -4, -3, -2, -1))
+    scale = jnp.moveaxis(scale, (-2, -5, -3, -1, -4), (-5, -4, -3, -2, -1))
+    scale = jax.lax.bitcast_convert_type(scale, jnp.int32)
     shape = words.shape[:-5]
-    scale = np.ascontiguousarray(scale).reshape(*shape, -1).view(np.int32)
-    packed = np.concatenate([np.ascontiguousarray(words).reshape(*shape, -1), scale], axis=-1)
-    group = math.gcd(shape[-2] // num_shards, MAX_GROUP)
-    packed = packed.reshape(*shape[:-2], shape[-2] // group, group, blocks, BLOCK_WORDS)
-    return np.ascontiguousarray(np.swapaxes(packed, -3, -2))
+    packed = jnp.concatenate([words.reshape(*shape, -1), scale.reshape(*shape, -1)], axis=-1)
+    group = math.gcd(shape[-2], MAX_GROUP)
+    return jnp.swapaxes(packed.reshape(*shape[:-2], shape[-2] // group, group, blocks, BLOCK_WORDS), -3, -2)
 
 
-def _reorder(words: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
-    """Nibble i of the result is nibble ``order[i]`` of the word."""
-    words = words.view(np.uint32)
-    nibbles = [((words >> np.uint32(4 * source)) & np.uint32(15)) << np.uint32(4 * i) for i, source in enumerate(order)]
-    return np.bitwise_or.reduce(nibbles).view(np.int32)
+def _reorder(words: Array) -> Array:
+    """Nibble i of the result is nibble ``_NIBBLE_ORDER[i]`` of the word."""
+    nibbles = [((words >> 4 * source) & 15) << 4 * i for i, source in enumerate(_NIBBLE_ORDER)]
+    result = nibbles[0]
+    for nibble in nibbles[1:]:
+        result = result | nibble
+    return result
 
 
 def unpack_blocks(blocks: Int32[Array, "*batch M K m w"]) -> tuple[Array, Array]:

@@ -6,49 +6,68 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, BFloat16, Float, Int32
 
 from ddtree_jax.pallas import int4_kernel
-from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, split_halves, unpack_blocks
-from ddtree_jax.quant import round_products
+from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, pack_down, pack_gate_up, split_halves, unpack_blocks
+from ddtree_jax.quant import dequantize, round_products
 
 MAX_TOKENS = 64
 
 
 class ExpertWeights(NamedTuple):
-    """All experts' projections in the blocks of `int4_blocks`: m of them below each other make a group."""
+    """Packed INT4 words and group scales of all experts; ``gate_up`` holds gate at 0 and up at 1 of its second axis."""
+
+    gate_up_E2FI: Int32[Array, "E 2 F I"]
+    gate_up_scale_E2FG: BFloat16[Array, "E 2 F G"]
+    down_EDI: Int32[Array, "E D i"]
+    down_scale_EDG: BFloat16[Array, "E D g"]
+
+
+class ExpertBlocks(NamedTuple):
+    """The same in the kernel's blocks (see `int4_blocks`): m of them below each other make a group."""
 
     gate_up_EMKmw: Int32[Array, "E M K m w"]
     down_EMKmw: Int32[Array, "E N k n w"]
+
+
+def pack_experts(experts: ExpertWeights) -> ExpertBlocks:
+    """Blocks of a shard's experts. Sharded experts are packed shard by shard: groups of blocks do not cross shards."""
+    return ExpertBlocks(
+        pack_gate_up(experts.gate_up_E2FI, experts.gate_up_scale_E2FG),
+        pack_down(experts.down_EDI, experts.down_scale_EDG),
+    )
 
 
 def int4_moe(
     x_TD: Float[Array, "T D"],
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
-    experts: ExpertWeights,
+    experts: ExpertWeights | ExpertBlocks,
 ) -> Float[Array, "T D"]:
     """Weighted sum of each token's experts, ``down(silu(gate x) * up x)``.
 
     ``weight_TX`` is float32, and so is the sum over experts. Experts that are none of ``experts``, by a number below 0 or
-    above the last, contribute nothing: that is how padding and other shards' experts are marked. The kernel on CUDA
-    devices, the reference everywhere else, and for what the kernel does not take.
+    above the last, contribute nothing: that is how padding and other shards' experts are marked. Blocks go through the
+    kernel where the program is for a CUDA device and the kernel takes the input, everything else through the reference.
     """
+    if isinstance(experts, ExpertWeights):
+        return int4_moe_reference(x_TD, expert_TX, weight_TX, experts)
     try:
         config = choose_config(x_TD, experts)
     except NotImplementedError:
         return int4_moe_reference(x_TD, expert_TX, weight_TX, experts)
 
     def kernel(*args: Array) -> Array:
-        return int4_moe_gpu(*args[:3], ExpertWeights(*args[3:]), config)
+        return int4_moe_gpu(*args[:3], ExpertBlocks(*args[3:]), config)
 
     def reference(*args: Array) -> Array:
-        return int4_moe_reference(*args[:3], ExpertWeights(*args[3:]))
+        return int4_moe_reference(*args[:3], ExpertBlocks(*args[3:]))
 
     return lax.platform_dependent(x_TD, expert_TX, weight_TX, *experts, cuda=kernel, default=reference)
 
 
-def choose_config(x_TD: Float[Array, "T D"], experts: ExpertWeights) -> int4_kernel.Config:
+def choose_config(x_TD: Float[Array, "T D"], experts: ExpertBlocks) -> int4_kernel.Config:
     """Tuning for the device that is there, Hopper's where there is none.
 
     Raises:
@@ -82,7 +101,7 @@ def int4_moe_gpu(
     x_TD: Float[Array, "T D"],
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
-    experts: ExpertWeights,
+    experts: ExpertBlocks,
     config: int4_kernel.Config,
 ) -> Float[Array, "T D"]:
     """`int4_moe` on the kernel alone; more than 64 tokens go in turns of 64."""
@@ -107,21 +126,18 @@ def int4_moe_reference(
     x_TD: Float[Array, "T D"],
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
-    experts: ExpertWeights,
+    experts: ExpertWeights | ExpertBlocks,
 ) -> Float[Array, "T D"]:
     """`int4_moe` in plain JAX. Experts are expanded one at a time, so that the memory in use is one expert's."""
-    D = x_TD.shape[1]
 
     def add_expert(total_TD: Array, inputs: tuple) -> tuple[Array, None]:
         number, expert = inputs
         chosen_TX = expert_TX == number
 
         def with_expert() -> Array:
-            gate_up_2FD = split_halves(expand(expert.gate_up_EMKmw, x_TD.dtype))[..., :D]
-            down_DF = expand(expert.down_EMKmw, x_TD.dtype)[:D, : gate_up_2FD.shape[1]]
+            gate_up_2FD, down_DF = expand(expert, x_TD.shape[1], x_TD.dtype)
             gate_TF, up_TF = (jnp.einsum("TD,FD->TF", x_TD, weight_FD) for weight_FD in gate_up_2FD)
-            hidden_TF = (jax.nn.silu(gate_TF) * up_TF)[:, : down_DF.shape[1]]
-            y_TD = jnp.einsum("TF,DF->TD", hidden_TF, down_DF)
+            y_TD = jnp.einsum("TF,DF->TD", jax.nn.silu(gate_TF) * up_TF, down_DF)
             weight_T = jnp.sum(jnp.where(chosen_TX, weight_TX, 0.0), axis=1)
             is_chosen_T1 = jnp.any(chosen_TX, axis=1)[:, None]
             return total_TD + jnp.where(is_chosen_T1, y_TD.astype(jnp.float32) * weight_T[:, None], 0.0)
@@ -129,12 +145,26 @@ def int4_moe_reference(
         return lax.cond(jnp.any(chosen_TX), with_expert, lambda: total_TD), None
 
     zeros_TD = jnp.zeros(x_TD.shape, jnp.float32)
-    numbers_E = jnp.arange(experts.down_EMKmw.shape[0], dtype=jnp.int32)
+    numbers_E = jnp.arange(experts[0].shape[0], dtype=jnp.int32)
     total_TD, _ = lax.scan(add_expert, zeros_TD, (numbers_E, experts))
     return total_TD.astype(x_TD.dtype)
 
 
-def expand(blocks_MKmw: Int32[Array, "M K m w"], dtype: jnp.dtype) -> Float[Array, "rows columns"]:
+def expand(
+    expert: ExpertWeights | ExpertBlocks, D: int, dtype: jnp.dtype
+) -> tuple[Float[Array, "2 F D"], Float[Array, "D F"]]:
+    """Weights of one expert, given without its axis."""
+    if isinstance(expert, ExpertWeights):
+        gate_up, down = expert[:2], expert[2:]
+        return dequantize(*gate_up, dtype), dequantize(*down, dtype)
+    gate_up_2FD = split_halves(_expand_blocks(expert.gate_up_EMKmw, dtype))[..., :D]
+    down_DF = _expand_blocks(expert.down_EMKmw, dtype)[:D]
+    # Padding: columns of down to whole blocks, and features where those of down are fewer.
+    F = min(gate_up_2FD.shape[1], down_DF.shape[1])
+    return gate_up_2FD[:, :F], down_DF[:, :F]
+
+
+def _expand_blocks(blocks_MKmw: Int32[Array, "M K m w"], dtype: jnp.dtype) -> Float[Array, "rows columns"]:
     """Weights that a projection's blocks stand for, in the blocks' row order."""
     integers, scale = unpack_blocks(blocks_MKmw)
     return round_products(integers.reshape(*scale.shape, -1), scale, dtype).reshape(integers.shape)
