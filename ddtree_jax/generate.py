@@ -102,6 +102,8 @@ class Engine:
         tokenizer = Tokenizer.from_directory(target) if has_tokenizer else None
         _check_pair(target_config, drafter_config, max_length, tokenizer)
         arrays = checkpoint.load(target, kimi.parameters(target_config), device_mesh, _DTYPES[dtype])
+        if jax.default_backend() == "gpu" and dtype == "bfloat16":
+            arrays = kimi.pack_experts(arrays, device_mesh)
         capture = drafter_config.target_layer_ids if drafter_config else ()
         drafter_model = None
         if drafter_config:

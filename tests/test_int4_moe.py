@@ -2,17 +2,23 @@
 
 import dataclasses
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ddtree_jax import kimi
+from ddtree_jax.config import KimiConfig
 from ddtree_jax.pallas import int4_kernel, int4_moe
 from ddtree_jax.pallas.int4_blocks import BLOCK_WORDS, pack_down, pack_gate_up, split_halves, unpack_blocks
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, pack_experts
 from ddtree_jax.quant import dequantize, pack_int4, unpack_int4
+from ddtree_jax.sharding import initialize, make_mesh, sharding_of
 
+TINY_TARGET = Path(__file__).parents[1] / "experiments/tiny_kimi/target"
 FORMS = {"hopper": int4_kernel.HOPPER, "small": int4_kernel.SMALL, "ampere": int4_kernel.AMPERE}
 
 
@@ -198,3 +204,38 @@ def test_input_that_the_kernel_does_not_take_is_named() -> None:
         int4_moe.int4_moe_gpu(
             jnp.zeros((2, 64), jnp.bfloat16), *[jnp.zeros((2, 2), t) for t in (jnp.int32, jnp.float32)], experts, small
         )
+
+
+def sharded_experts(mesh_text: str | None) -> tuple[kimi.Experts, kimi.Experts, KimiConfig]:
+    """The same random experts on a mesh: plain, and in blocks."""
+    config = KimiConfig.from_hf(json.loads((TINY_TARGET / "config.json").read_text()))
+    infos = kimi.Experts.parameters(config)
+    mesh = make_mesh(mesh_text)
+    arrays = initialize({"layer": infos}, jax.random.key(0), jnp.float32)["layer"]
+    placed = {name: jax.device_put(array, sharding_of(infos[name], mesh, name)) for name, array in arrays.items()}
+    packed = kimi.pack_experts({"layer": placed}, mesh)["layer"]
+    return kimi.Experts(config, placed), kimi.Experts(config, packed), config
+
+
+@pytest.mark.parametrize("mesh", [None, "tensor=4", "expert=8", "expert=4,tensor=2"])
+def test_blocks_on_a_mesh_equal_plain_experts(mesh: str | None) -> None:
+    plain, blocks, config = sharded_experts(mesh)
+    rng = np.random.default_rng(8)
+    x_TD = jnp.asarray(rng.normal(size=(5, config.hidden_size)), jnp.float32)
+    expert_TX = jnp.asarray(rng.integers(0, config.n_routed_experts, (5, config.num_experts_per_tok)), jnp.int32)
+    weight_TX = jnp.asarray(rng.random(expert_TX.shape), jnp.float32)
+    expected_TD, y_TD = (jax.jit(experts)(x_TD, expert_TX, weight_TX) for experts in (plain, blocks))
+    assert relative_error(y_TD, np.asarray(expected_TD, np.float64)) < 1e-5
+    shards = blocks.down_EMKmw[...].addressable_shards
+    assert sum(shard.data.size for shard in shards) == blocks.down_EMKmw[...].size
+
+
+def test_blocks_on_a_mesh_go_through_the_kernel() -> None:
+    _, blocks, config = sharded_experts("expert=4,tensor=2")
+    arguments = (
+        jax.ShapeDtypeStruct((5, config.hidden_size), jnp.bfloat16),
+        jax.ShapeDtypeStruct((5, config.num_experts_per_tok), jnp.int32),
+        jax.ShapeDtypeStruct((5, config.num_experts_per_tok), jnp.float32),
+    )
+    lowered = jax.jit(blocks.__call__).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
