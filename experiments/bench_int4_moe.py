@@ -28,7 +28,7 @@ from ddtree_jax.quant import dequantize
 WIDTH = 7168
 NUM_EXPERTS, PER_TOKEN = 384, 8
 BYTES_PER_SECOND = 4.57e12
-ROUTINGS = 8
+ROUTINGS = 16
 
 
 class Shard(NamedTuple):

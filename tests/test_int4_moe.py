@@ -1,8 +1,11 @@
 """INT4 experts: the kernels' weight layout, the plain reference, how work is split, and lowering for GPUs."""
 
+import collections
 import dataclasses
 import functools
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -156,6 +159,63 @@ def test_every_part_that_is_added_was_written(shape: tuple[int, int, int]) -> No
         assert sorted(step for steps in found for step in steps) == list(
             range(tile * num_steps, (tile + 1) * num_steps)
         )
+
+
+def play_block(block: int, gate_up: dict, down: dict, num_units: int) -> Iterator[tuple[str, tuple, int]]:
+    """What a block signals and waits for, in the kernel's order."""
+    for step in range(gate_up["start"][block], gate_up["end"][block]):
+        tile, k = divmod(step, gate_up["num_steps"])
+        unit = tile // gate_up["num_tiles"]
+        is_end, is_last = k + 1 == gate_up["num_steps"], step + 1 == gate_up["end"][block]
+        if is_end and step - k >= gate_up["start"][block]:
+            yield "signal", ("ready", unit), 1
+        if is_last and not is_end:
+            yield "signal", ("parts", tile), 1
+    start, end = gate_up["start"][block], gate_up["end"][block]
+    tile, k = divmod(start, gate_up["num_steps"])
+    if k > 0 and start - k + gate_up["num_steps"] <= end:
+        yield "wait", ("parts", tile), block - gate_up["owner"][start - k]
+        yield "signal", ("ready", tile // gate_up["num_tiles"]), 1
+    units = [step // down["num_steps"] // down["num_tiles"] for step in range(down["start"][block], down["end"][block])]
+    for unit in sorted(set(units)):
+        yield "wait", ("ready", unit), gate_up["num_tiles"]
+    yield "signal", ("all",), 1
+    yield "wait", ("all",), 132
+
+
+@pytest.mark.parametrize(
+    "shapes", [((1, 56), (14, 2), 110), ((8, 56), (14, 16), 2), ((1, 1), (1, 1), 1), ((2, 8), (2, 4), 11)]
+)
+def test_blocks_never_wait_in_vain(shapes: tuple) -> None:
+    """In any order that blocks run in, all get to the end, and no semaphore is counted further than it is waited for."""
+    products, num_units = [], shapes[2]
+    for num_tiles, num_steps in shapes[:2]:
+        blocks = jax.ShapeDtypeStruct((1, num_tiles, 2 * num_steps, 8, BLOCK_WORDS), jnp.int32)
+        product = int4_kernel._Product(blocks, int4_kernel.HOPPER)
+        start, end = (np.asarray(side).tolist() for side in product.span(jnp.int32(num_units), jnp.arange(132)))
+        owner = np.asarray(product.owner(jnp.int32(num_units), jnp.arange(max(end[-1], 1)))).tolist()
+        products.append(dict(num_tiles=num_tiles, num_steps=num_steps, start=start, end=end, owner=owner))
+    order = random.Random(0)
+    running = {block: play_block(block, *products, num_units) for block in range(132)}
+    waiting: dict[int, tuple[tuple, int]] = {}
+    counts: collections.Counter = collections.Counter()
+    needed: dict[tuple, int] = {}
+    while running:
+        able = [block for block in running if block not in waiting or counts[waiting[block][0]] >= waiting[block][1]]
+        assert able, "all blocks wait"
+        block = order.choice(able)
+        waiting.pop(block, None)
+        event = next(running[block], None)
+        if event is None:
+            del running[block]
+            continue
+        kind, semaphore, count = event
+        if kind == "signal":
+            counts[semaphore] += 1
+        else:
+            waiting[block] = semaphore, count
+            needed[semaphore] = count
+    assert counts == needed
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -13,6 +13,8 @@ from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, pack_down, pack_gate_up
 from ddtree_jax.quant import dequantize, round_products
 
 MAX_TOKENS = 64
+FEW_TOKENS = 2
+"""Up to so many, blocks have so few steps that halved ones are shared out more evenly."""
 
 
 class ExpertWeights(NamedTuple):
@@ -86,8 +88,8 @@ def choose_config(x_TD: Float[Array, "T D"], experts: ExpertBlocks) -> int4_kern
         major = int(device.compute_capability.split(".")[0])
         base = {8: int4_kernel.AMPERE, 9: int4_kernel.HOPPER}.get(major, int4_kernel.SMALL)
         config = dataclasses.replace(base, num_blocks=device.core_count)
-    step_blocks = config.step_columns // BLOCK_COLUMNS
-    if any(blocks.shape[2] % step_blocks for blocks in experts):
+    is_odd = any(blocks.shape[2] % config.step_blocks for blocks in experts)
+    if is_odd or x_TD.shape[0] <= FEW_TOKENS:
         config = dataclasses.replace(config, step_columns=BLOCK_COLUMNS)
     for blocks in experts:
         if config.warpgroup_blocks % blocks.shape[3] and blocks.shape[3] != config.tile_blocks:
