@@ -120,7 +120,7 @@ def test_spans_share_all_steps_equally(num_blocks: int, shape: tuple[int, int, i
     num_tiles, num_steps, num_units = shape
     config = dataclasses.replace(int4_kernel.HOPPER, num_blocks=num_blocks)
     blocks = jax.ShapeDtypeStruct((1, num_tiles, num_steps * config.step_blocks, 8, BLOCK_WORDS), jnp.int32)
-    product = int4_kernel._Product(blocks, config)
+    product = int4_kernel.Product(blocks, config)
     start, end = map(np.asarray, product.span(jnp.int32(num_units), jnp.arange(num_blocks)))
     assert start[0] == 0 and end[-1] == num_units * num_tiles * num_steps
     np.testing.assert_array_equal(start[1:], end[:-1])
@@ -140,7 +140,7 @@ def test_every_part_that_is_added_was_written(shape: tuple[int, int, int]) -> No
     num_tiles, num_steps, num_units = shape
     config = int4_kernel.HOPPER
     blocks = jax.ShapeDtypeStruct((1, num_tiles, num_steps * config.step_blocks, 8, BLOCK_WORDS), jnp.int32)
-    product = int4_kernel._Product(blocks, config)
+    product = int4_kernel.Product(blocks, config)
     start, end = map(np.asarray, product.span(jnp.int32(num_units), jnp.arange(config.num_blocks)))
     beginnings, parts = {}, {}
     for block in range(config.num_blocks):
@@ -191,7 +191,7 @@ def test_blocks_never_wait_in_vain(shapes: tuple) -> None:
     products, num_units = [], shapes[2]
     for num_tiles, num_steps in shapes[:2]:
         blocks = jax.ShapeDtypeStruct((1, num_tiles, 2 * num_steps, 8, BLOCK_WORDS), jnp.int32)
-        product = int4_kernel._Product(blocks, int4_kernel.HOPPER)
+        product = int4_kernel.Product(blocks, int4_kernel.HOPPER)
         start, end = (np.asarray(side).tolist() for side in product.span(jnp.int32(num_units), jnp.arange(132)))
         owner = np.asarray(product.owner(jnp.int32(num_units), jnp.arange(max(end[-1], 1)))).tolist()
         products.append(dict(num_tiles=num_tiles, num_steps=num_steps, start=start, end=end, owner=owner))

@@ -81,7 +81,7 @@ AMPERE = Config(num_blocks=108, step_columns=64, shared_bytes=156_000, has_bulk_
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class Product:
     """How a product's steps are counted: ``num_steps`` a tile, ``num_tiles`` a unit, equal spans for all blocks."""
 
     blocks: Any
@@ -164,9 +164,9 @@ class _Block:
         return steps.stage_bytes(self.config.tile_blocks, self.config.step_blocks)
 
     @property
-    def products(self) -> tuple[_Product, _Product]:
+    def products(self) -> tuple[Product, Product]:
         _, gate_up, down, _ = self.inputs
-        return _Product(gate_up, self.config), _Product(down, self.config)
+        return Product(gate_up, self.config), Product(down, self.config)
 
     @property
     def per_token(self) -> int:
@@ -180,7 +180,7 @@ class _Block:
             self._fetch_product(product, token_mask, start, end, done)
             done = done + end - start
 
-    def _fetch_product(self, product: _Product, token_mask: int, start: Array, end: Array, done: Array) -> None:
+    def _fetch_product(self, product: Product, token_mask: int, start: Array, end: Array, done: Array) -> None:
         config, tokens = self.config, self.inputs[0]
         first = start + lax.rem(warps.warp_index() - done + _WARPS * (done // _WARPS + 1), _WARPS)
 
@@ -239,7 +239,7 @@ class _Block:
         return 1 + self.pairs.shape[0] // TOKENS + unit * self.products[0].num_tiles + tile
 
     def _multiply(
-        self, product: _Product, stage: tuple[Array, Array], sums_ref: Any, parts_ref: Any, hidden: Any
+        self, product: Product, stage: tuple[Array, Array], sums_ref: Any, parts_ref: Any, hidden: Any
     ) -> tuple[Array, Array]:
         """Goes through the block's span of a product's steps; ``hidden`` takes tiles of gate and up that are whole."""
         config = self.config
@@ -426,7 +426,7 @@ def int4_moe_kernel(
     """Weighted sum of each token's experts. What `int4_moe` checks and documents; D is a multiple of 64 here."""
     (T, X), E = expert_TX.shape, gate_up_EMKmw.shape[0]
     P, half = T * X, config.tile_rows // 2
-    gate_up_product, down_product = _Product(gate_up_EMKmw, config), _Product(down_EMKmw, config)
+    gate_up_product, down_product = Product(gate_up_EMKmw, config), Product(down_EMKmw, config)
     num_features = gate_up_EMKmw.shape[1] * gate_up_product.group * BLOCK_ROWS // 2
     hidden_stride = steps.token_stride(down_product.num_columns) // 2
     tables = (P + 1, TOKENS * P, P)

@@ -38,7 +38,7 @@ def token_stride(num_columns: int) -> int:
     return 2 * num_columns + 64
 
 
-class Source(NamedTuple):
+class _Source(NamedTuple):
     """Where a step's weights and tokens are: a run of blocks a group, a row a token."""
 
     run_bytes: int
@@ -75,7 +75,7 @@ def fetch_step(
         block_bytes = BLOCK_WORDS * 4
         first = arith.muli(w.wide(w.add(w.scaled(expert, num_groups), row)), w.i64(num_columns))
         offset = arith.muli(arith.addi(first, w.wide(column)), w.i64(group * block_bytes))
-        source = Source(
+        source = _Source(
             run_bytes=group * step_blocks * block_bytes,
             group_stride=num_columns * group * block_bytes,
             num_runs=arith.minsi(w.i32(tile_blocks // group), arith.subi(w.i32(num_groups), row)),
@@ -103,7 +103,7 @@ def fetch_step(
 
 
 def _copy_bulk(
-    source: Source,
+    source: _Source,
     place: ir.Value,
     full: ir.Value,
     lane: ir.Value,
@@ -149,7 +149,7 @@ def _copy_bulk(
 
 
 def _copy_by_thread(
-    source: Source,
+    source: _Source,
     place: ir.Value,
     full: ir.Value,
     lane: ir.Value,
