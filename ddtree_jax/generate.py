@@ -125,6 +125,8 @@ class Engine:
         if drafter_config:
             checkpoint.check(drafter, dflash.parameters(drafter_config), device_mesh)
         arrays = checkpoint.load(target, kimi.parameters(target_config), device_mesh, _DTYPES[dtype])
+        if jax.default_backend() == "gpu" and dtype == "bfloat16":
+            arrays = kimi.pack_experts(arrays, device_mesh)
         capture = drafter_config.target_layer_ids if drafter_config else ()
         drafter_model = None
         if drafter_config:

@@ -10,14 +10,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import INT4_GROUP_SIZE, KimiConfig
 from ddtree_jax.layers import Layer, gain, gated_mlp, rms_norm, rotate
-from ddtree_jax.pallas.int4_moe import ExpertWeights, int4_moe
+from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, int4_moe
+from ddtree_jax.pallas.int4_moe import pack_experts as pack_shard
 from ddtree_jax.pallas.tree_mla import tree_mla
 from ddtree_jax.quant import NIBBLES
-from ddtree_jax.sharding import ArrayInfo, Parameters
+from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters
 
 
 class TargetOutput(NamedTuple):
@@ -107,7 +109,15 @@ class Router(Layer):
 
 
 class Experts(Layer):
-    """Routed experts, packed INT4 as they lie in the checkpoint."""
+    """Routed experts in packed INT4: as they lie in the checkpoint, or in the kernel's blocks (see `pack_experts`)."""
+
+    def __init__(self, config: KimiConfig, arrays: Mapping[str, Array]):
+        self.config = config
+        has_blocks = ExpertBlocks._fields[0] in arrays
+        self.form = ExpertBlocks if has_blocks else ExpertWeights
+        for name in self.form._fields:
+            setattr(self, name, nnx.Param(arrays[name]))
+        self.mesh = arrays[ExpertBlocks._fields[0]].sharding.mesh if has_blocks else None
 
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
@@ -125,8 +135,51 @@ class Experts(Layer):
     def __call__(
         self, x_TD: Float[Array, "T D"], expert_TX: Int32[Array, "T X"], weight_TX: Float[Array, "T X"]
     ) -> Float[Array, "T D"]:
-        weights = ExpertWeights(*(getattr(self, name)[...] for name in ExpertWeights._fields))
-        return int4_moe(x_TD, expert_TX, weight_TX, weights)
+        experts = self.form(*(getattr(self, name)[...] for name in self.form._fields))
+        if self.mesh is None:
+            return int4_moe(x_TD, expert_TX, weight_TX, experts)
+        run = jax.shard_map(
+            _run_shard,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), _BLOCK_SPECS),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return run(x_TD, expert_TX, weight_TX, experts)
+
+
+# A shard has whole experts' groups of features, and of down the block columns that take them.
+_BLOCK_SPECS = ExpertBlocks(
+    PartitionSpec(RULES["experts"], RULES["expert_width"]),
+    PartitionSpec(RULES["experts"], None, RULES["expert_width"]),
+)
+
+
+def _run_shard(
+    x_TD: Float[Array, "T D"],
+    expert_TX: Int32[Array, "T X"],
+    weight_TX: Float[Array, "T X"],
+    experts: ExpertBlocks,
+) -> Float[Array, "T D"]:
+    """The sum over all shards of what their experts, or their part of every expert, contribute."""
+    first = jax.lax.axis_index(RULES["experts"]) * experts.down_EMKmw.shape[0]
+    y_TD = int4_moe(x_TD, expert_TX - first, weight_TX, experts)
+    return jax.lax.psum(y_TD.astype(jnp.float32), MESH_AXES).astype(x_TD.dtype)
+
+
+def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> dict[str, dict[str, Array]]:
+    """The target's arrays with every layer's experts in the kernel's blocks, each shard's packed where it lies."""
+    specs = ExpertWeights(
+        *(PartitionSpec(RULES["experts"], None, RULES["expert_width"]) for _ in ExpertWeights._fields)
+    )
+    pack = jax.jit(jax.shard_map(pack_shard, mesh=mesh, in_specs=(specs,), out_specs=_BLOCK_SPECS, check_vma=False))
+    packed = {}
+    for part, table in arrays.items():
+        table = dict(table)
+        if ExpertWeights._fields[0] in table:
+            table |= pack(ExpertWeights(*(table.pop(name) for name in ExpertWeights._fields)))._asdict()
+        packed[part] = table
+    return packed
 
 
 class DenseMLP(Layer):

@@ -41,10 +41,16 @@ def dequantize(
 ) -> Float[Array, "*rows columns"]:
     """Weights that packed integers and group scales stand for, bit-equal to compressed-tensors; ``dtype`` only holds them."""
     integers = unpack_int4(words).reshape(*scale.shape, INT4_GROUP_SIZE)
+    return round_products(integers, scale, dtype).reshape(*scale.shape[:-1], -1)
+
+
+def round_products(
+    integers: Int32[Array, "*groups columns"], scale: BFloat16[Array, "*groups"], dtype: Any
+) -> Float[Array, "*groups columns"]:
+    """``bfloat16(integer * scale)``, held in ``dtype``."""
     product = integers.astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
     # The rounding to bfloat16, in float32: a CPU takes thrice as long to go there and back.
-    rounded = jax.lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7)
-    return rounded.astype(dtype).reshape(*scale.shape[:-1], -1)
+    return jax.lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7).astype(dtype)
 
 
 def quantize(

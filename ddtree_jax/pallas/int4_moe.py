@@ -1,12 +1,20 @@
-"""Routed experts with INT4 group-32 weights: each distinct expert is read once, however many tokens chose it."""
+"""Routed experts with INT4 group-32 weights: each distinct expert is read once for every 8 tokens that chose it."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int32
 
-from ddtree_jax.quant import dequantize
+from ddtree_jax.pallas import int4_kernel
+from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, pack_down, pack_gate_up, split_halves, unpack_blocks
+from ddtree_jax.quant import dequantize, round_products
+
+MAX_TOKENS = 64
+FEW_TOKENS = 2
+"""Up to so many, blocks have so few steps that halved ones are shared out more evenly."""
 
 
 class ExpertWeights(NamedTuple):
@@ -18,33 +26,147 @@ class ExpertWeights(NamedTuple):
     down_scale_EDG: BFloat16[Array, "E D g"]
 
 
+class ExpertBlocks(NamedTuple):
+    """The same in the kernel's blocks (see `int4_blocks`): m of them below each other make a group."""
+
+    gate_up_EMKmw: Int32[Array, "E M K m w"]
+    down_EMKmw: Int32[Array, "E N k n w"]
+
+
+def pack_experts(experts: ExpertWeights) -> ExpertBlocks:
+    """Blocks of a shard's experts. Sharded experts are packed shard by shard: groups of blocks do not cross shards."""
+    return ExpertBlocks(
+        pack_gate_up(experts.gate_up_E2FI, experts.gate_up_scale_E2FG),
+        pack_down(experts.down_EDI, experts.down_scale_EDG),
+    )
+
+
 def int4_moe(
     x_TD: Float[Array, "T D"],
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
-    experts: ExpertWeights,
+    experts: ExpertWeights | ExpertBlocks,
 ) -> Float[Array, "T D"]:
     """Weighted sum of each token's experts, ``down(silu(gate x) * up x)``.
 
-    ``weight_TX`` is float32, and so is the sum over experts, which runs in the order of expert numbers. Experts are
-    expanded one at a time, so that the memory in use is one expert's.
+    ``weight_TX`` is float32, and so is the sum over experts. Experts that are none of ``experts``, by a number below 0 or
+    above the last, contribute nothing: that is how padding and other shards' experts are marked. Blocks go through the
+    kernel where the program is for a CUDA device and the kernel takes the input, everything else through the reference.
     """
+    if isinstance(experts, ExpertWeights):
+        return int4_moe_reference(x_TD, expert_TX, weight_TX, experts)
+    try:
+        config = choose_config(x_TD, experts)
+    except NotImplementedError:
+        return int4_moe_reference(x_TD, expert_TX, weight_TX, experts)
+
+    def kernel(*args: Array) -> Array:
+        return int4_moe_gpu(*args[:3], ExpertBlocks(*args[3:]), config)
+
+    def reference(*args: Array) -> Array:
+        return int4_moe_reference(*args[:3], ExpertBlocks(*args[3:]))
+
+    return lax.platform_dependent(x_TD, expert_TX, weight_TX, *experts, cuda=kernel, default=reference)
+
+
+def choose_config(x_TD: Float[Array, "T D"], experts: ExpertBlocks) -> int4_kernel.Config:
+    """Tuning for the device that is there, Hopper's where there is none.
+
+    Raises:
+      NotImplementedError: the kernel does not take this input. It is named.
+    """
+    if x_TD.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"x has dtype {x_TD.dtype}; bfloat16 is needed")
+    columns = experts.gate_up_EMKmw.shape[2] * BLOCK_COLUMNS
+    if not columns - BLOCK_COLUMNS < x_TD.shape[1] <= columns or x_TD.shape[1] % 32:
+        raise NotImplementedError(
+            f"x is {x_TD.shape[1]} wide; blocks of {columns} columns take multiples of 32 in them"
+        )
+    config = int4_kernel.HOPPER
+    if jax.default_backend() == "gpu":
+        device = jax.devices()[0]
+        major = int(device.compute_capability.split(".")[0])
+        base = {8: int4_kernel.AMPERE, 9: int4_kernel.HOPPER}.get(major, int4_kernel.SMALL)
+        config = dataclasses.replace(base, num_blocks=device.core_count)
+    is_odd = any(blocks.shape[2] % config.step_blocks for blocks in experts)
+    if is_odd or x_TD.shape[0] <= FEW_TOKENS:
+        config = dataclasses.replace(config, step_columns=BLOCK_COLUMNS)
+    for blocks in experts:
+        if config.warpgroup_blocks % blocks.shape[3] and blocks.shape[3] != config.tile_blocks:
+            raise NotImplementedError(
+                f"groups of {blocks.shape[3]}; {config.tile_blocks} or a divisor of {config.warpgroup_blocks} is needed"
+            )
+    return config
+
+
+def int4_moe_gpu(
+    x_TD: Float[Array, "T D"],
+    expert_TX: Int32[Array, "T X"],
+    weight_TX: Float[Array, "T X"],
+    experts: ExpertBlocks,
+    config: int4_kernel.Config,
+) -> Float[Array, "T D"]:
+    """`int4_moe` on the kernel alone; more than 64 tokens go in turns of 64."""
+    T, D = x_TD.shape
+    columns = experts.gate_up_EMKmw.shape[2] * BLOCK_COLUMNS
+    x_TD = jnp.pad(x_TD, ((0, 0), (0, columns - D)))
+
+    def run(x_TD: Array, expert_TX: Array, weight_TX: Array) -> Array:
+        return int4_kernel.int4_moe_kernel(x_TD, expert_TX, weight_TX, *experts, config)
+
+    if T <= MAX_TOKENS:
+        return run(x_TD, expert_TX, weight_TX)[:, :D]
+    turns = -(-T // MAX_TOKENS)
+    rest = ((0, turns * MAX_TOKENS - T), (0, 0))
+    padded = (jnp.pad(x_TD, rest), jnp.pad(expert_TX, rest, constant_values=-1), jnp.pad(weight_TX, rest))
+    split = [array.reshape(turns, MAX_TOKENS, array.shape[1]) for array in padded]
+    y_TD = lax.map(lambda args: run(*args), tuple(split))
+    return y_TD.reshape(turns * MAX_TOKENS, columns)[:T, :D]
+
+
+def int4_moe_reference(
+    x_TD: Float[Array, "T D"],
+    expert_TX: Int32[Array, "T X"],
+    weight_TX: Float[Array, "T X"],
+    experts: ExpertWeights | ExpertBlocks,
+) -> Float[Array, "T D"]:
+    """`int4_moe` in plain JAX. Experts are expanded one at a time, so that the memory in use is one expert's."""
 
     def add_expert(total_TD: Array, inputs: tuple) -> tuple[Array, None]:
         number, expert = inputs
         chosen_TX = expert_TX == number
 
         def with_expert() -> Array:
-            gate_up_2FD = dequantize(expert.gate_up_E2FI, expert.gate_up_scale_E2FG, x_TD.dtype)
-            down_DF = dequantize(expert.down_EDI, expert.down_scale_EDG, x_TD.dtype)
+            gate_up_2FD, down_DF = expand(expert, x_TD.shape[1], x_TD.dtype)
             gate_TF, up_TF = (jnp.einsum("TD,FD->TF", x_TD, weight_FD) for weight_FD in gate_up_2FD)
             y_TD = jnp.einsum("TF,DF->TD", jax.nn.silu(gate_TF) * up_TF, down_DF)
             weight_T = jnp.sum(jnp.where(chosen_TX, weight_TX, 0.0), axis=1)
-            return total_TD + y_TD.astype(jnp.float32) * weight_T[:, None]
+            is_chosen_T1 = jnp.any(chosen_TX, axis=1)[:, None]
+            return total_TD + jnp.where(is_chosen_T1, y_TD.astype(jnp.float32) * weight_T[:, None], 0.0)
 
-        return jax.lax.cond(jnp.any(chosen_TX), with_expert, lambda: total_TD), None
+        return lax.cond(jnp.any(chosen_TX), with_expert, lambda: total_TD), None
 
     zeros_TD = jnp.zeros(x_TD.shape, jnp.float32)
-    numbers_E = jnp.arange(experts.down_EDI.shape[0], dtype=jnp.int32)
-    total_TD, _ = jax.lax.scan(add_expert, zeros_TD, (numbers_E, experts))
+    numbers_E = jnp.arange(experts[0].shape[0], dtype=jnp.int32)
+    total_TD, _ = lax.scan(add_expert, zeros_TD, (numbers_E, experts))
     return total_TD.astype(x_TD.dtype)
+
+
+def expand(
+    expert: ExpertWeights | ExpertBlocks, D: int, dtype: jnp.dtype
+) -> tuple[Float[Array, "2 F D"], Float[Array, "D F"]]:
+    """Weights of one expert, given without its axis."""
+    if isinstance(expert, ExpertWeights):
+        gate_up, down = expert[:2], expert[2:]
+        return dequantize(*gate_up, dtype), dequantize(*down, dtype)
+    gate_up_2FD = split_halves(_expand_blocks(expert.gate_up_EMKmw, dtype))[..., :D]
+    down_DF = _expand_blocks(expert.down_EMKmw, dtype)[:D]
+    # Padding: columns of down to whole blocks, and features where those of down are fewer.
+    F = min(gate_up_2FD.shape[1], down_DF.shape[1])
+    return gate_up_2FD[:, :F], down_DF[:, :F]
+
+
+def _expand_blocks(blocks_MKmw: Int32[Array, "M K m w"], dtype: jnp.dtype) -> Float[Array, "rows columns"]:
+    """Weights that a projection's blocks stand for, in the blocks' row order."""
+    integers, scale = unpack_blocks(blocks_MKmw)
+    return round_products(integers.reshape(*scale.shape, -1), scale, dtype).reshape(integers.shape)

@@ -1,0 +1,495 @@
+"""Routed experts with INT4 group-32 weights on a GPU: one kernel from routing to output.
+
+A block has 2 computing warpgroups and 1 that fetches. Both products are cut into steps of 512 rows by 128 columns of one
+unit (an expert and up to 8 of its tokens, see `int4_schedule`), in the order (unit, tile of 512 rows, columns), and every
+block takes an equal span of them, wherever tiles begin or end::
+
+    fetch    schedule | gate and up ──────────────► down, as far as the ring holds ┊ down ───────►
+    compute  schedule | gate and up ─► sums ─► combine split tile ─► down ─► sums ─► sync ─► add up
+                        step: unpack, mma, x scale                   hidden rows
+                                                                     to shared memory
+
+The ring never drains between tiles, units and products. A tile that lies in one block becomes hidden rows in its registers.
+Of a tile that blocks share, the part that begins it goes to an array by pair, later parts to one by block, and whoever
+needs the sum adds them in the order of blocks: the same on every run. Blocks wait for no more than they need: the block
+with a tile's end for its other parts, a unit's second product for its hidden rows, the last sum for everything.
+
+Bytes: every unit's expert once (3.1 MB at 256 features and 7,168 columns), 4.57 TB/s on an H200 at best.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float, Int32
+
+from ddtree_jax.pallas import int4_steps as steps
+from ddtree_jax.pallas import warps
+from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS
+from ddtree_jax.pallas.int4_schedule import build_schedule, scratch_words
+from ddtree_jax.pallas.int4_steps import TOKENS
+
+_MAX_STAGES = 16
+_WARPS = 4
+_INT = jnp.int32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Tuning. ``num_blocks`` is the device's multiprocessors: all blocks must run at once, one on each.
+
+    ``shared_bytes`` of shared memory a block, less than the device's limit by what the compiler adds. Without bulk copies
+    the kernel also runs on devices before Hopper.
+    """
+
+    num_blocks: int = 132
+    warpgroups: int = 2
+    tile_rows: int = 512
+    step_columns: int = 128
+    shared_bytes: int = 223_000
+    combine_unroll: int = 16
+    has_bulk_copies: bool = True
+    has_exact_weights: bool = True
+
+    @property
+    def tile_blocks(self) -> int:
+        return self.tile_rows // BLOCK_ROWS
+
+    @property
+    def warpgroup_blocks(self) -> int:
+        return self.tile_blocks // self.warpgroups
+
+    @property
+    def step_blocks(self) -> int:
+        return self.step_columns // BLOCK_COLUMNS
+
+    @property
+    def num_threads(self) -> int:
+        """That compute."""
+        return 128 * self.warpgroups
+
+
+HOPPER = Config()
+# 101,376 bytes a block, as on consumer Blackwell.
+SMALL = Config(step_columns=64, shared_bytes=94_000)
+AMPERE = Config(num_blocks=108, step_columns=64, shared_bytes=156_000, has_bulk_copies=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """How a product's steps are counted: ``num_steps`` a tile, ``num_tiles`` a unit, equal spans for all blocks."""
+
+    blocks: Any
+    config: Config
+
+    @property
+    def group(self) -> int:
+        return self.blocks.shape[3]
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.blocks.shape[1] * self.group // self.config.tile_blocks)
+
+    @property
+    def num_steps(self) -> int:
+        return self.blocks.shape[2] // self.config.step_blocks
+
+    @property
+    def num_columns(self) -> int:
+        return self.blocks.shape[2] * BLOCK_COLUMNS
+
+    def sharing(self, num_units: Array) -> tuple[Array, Array]:
+        """Number of steps, and of blocks that share them: all, or one a step, so that none between two is without any."""
+        total = num_units * (self.num_tiles * self.num_steps)
+        return total, jnp.clip(total, 1, self.config.num_blocks)
+
+    def span(self, num_units: Array, block: Array) -> tuple[Array, Array]:
+        total, sharing = self.sharing(num_units)
+        first, second = (jnp.minimum(index, sharing) * total // sharing for index in (block, block + 1))
+        return first, second
+
+    def owner(self, num_units: Array, step: Array) -> Array:
+        """Block whose span a step is in."""
+        total, sharing = self.sharing(num_units)
+        return ((step + 1) * sharing - 1) // jnp.maximum(total, 1)
+
+    def owners(self, num_units: Array, unit: Array, tile: Array) -> tuple[Array, Array]:
+        """First and last block that hold steps of a tile."""
+        begin = (unit * self.num_tiles + tile) * self.num_steps
+        return self.owner(num_units, begin), self.owner(num_units, begin + self.num_steps - 1)
+
+    def position(self, step: Array) -> tuple[Array, Array, Array]:
+        """Unit, tile of the unit, step of the tile."""
+        tile = step // self.num_steps
+        return tile // self.num_tiles, lax.rem(tile, self.num_tiles), lax.rem(step, self.num_steps)
+
+    def advance(self, unit: Array, tile: Array, k: Array) -> tuple[Array, Array, Array]:
+        """Position of the next step."""
+        ends_tile = k + 1 == self.num_steps
+        ends_unit = ends_tile & (tile + 1 == self.num_tiles)
+        next_tile = jnp.where(ends_unit, 0, tile + ends_tile.astype(_INT))
+        return unit + ends_unit.astype(_INT), next_tile, jnp.where(ends_tile, 0, k + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block's refs and place; its methods are what its warpgroups do."""
+
+    config: Config
+    num_features: int
+    index: Array
+    warpgroup: Array
+    num_units: Array
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    ring: Any
+    barriers: Any
+    hidden_s: Any
+    units: Any
+    pairs: Any
+    places: Any
+    semaphores: Any
+
+    @property
+    def num_stages(self) -> int:
+        return self.ring.shape[0] * 4 // self.stage_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return steps.stage_bytes(self.config.tile_blocks, self.config.step_blocks)
+
+    @property
+    def products(self) -> tuple[Product, Product]:
+        _, gate_up, down, _ = self.inputs
+        return Product(gate_up, self.config), Product(down, self.config)
+
+    @property
+    def per_token(self) -> int:
+        return self.inputs[3].shape[1]
+
+    def fetch(self) -> None:
+        """Keeps the ring full. Each of the four warps takes every fourth step, counted through both products."""
+        done = jnp.int32(0)
+        for product, token_mask in zip(self.products, (15, 0), strict=True):
+            start, end = product.span(self.num_units, self.index)
+            self._fetch_product(product, token_mask, start, end, done)
+            done = done + end - start
+
+    def _fetch_product(self, product: Product, token_mask: int, start: Array, end: Array, done: Array) -> None:
+        config, tokens = self.config, self.inputs[0]
+        first = start + lax.rem(warps.warp_index() - done + _WARPS * (done // _WARPS + 1), _WARPS)
+
+        def fetch(turn: Array, carry: Array) -> Array:
+            step = first + _WARPS * turn
+            count = done + step - start
+            unit, tile, k = product.position(step)
+            entry = self.units[unit]
+            steps.fetch_step(
+                product.blocks,
+                self.ring,
+                self.barriers,
+                tokens,
+                self.pairs,
+                entry // 16,
+                tile * (config.tile_blocks // product.group),
+                k * config.step_blocks,
+                lax.rem(count, self.num_stages),
+                1 - lax.rem(count // self.num_stages, 2),
+                unit,
+                entry & token_mask,
+                step_blocks=config.step_blocks,
+                tile_blocks=config.tile_blocks,
+                num_stages=self.num_stages,
+                per_row=self.per_token,
+                has_bulk_copies=config.has_bulk_copies,
+            )
+            return carry
+
+        lax.fori_loop(0, jnp.maximum(end - first + _WARPS - 1, 0) // _WARPS, fetch, 0)
+
+    def compute(self) -> None:
+        """Both products and what lies between and behind them."""
+        _, first_sums, hidden, second_sums, first_parts, second_parts = self.outputs
+        gate_up, down = self.products
+        stage = (jnp.int32(0), jnp.int32(0))
+        stage = self._multiply(gate_up, stage, first_sums, first_parts, hidden)
+        self._combine()
+        self._multiply(down, stage, second_sums, second_parts, None)
+        self._signal(jnp.int32(0))
+        self._await(jnp.int32(0), jnp.int32(self.config.num_blocks))
+        self._add_up()
+
+    def _signal(self, index: Array) -> None:
+        warps.signal(self.semaphores, index, self.config.num_threads)
+
+    def _await(self, index: Array, count: Array) -> None:
+        warps.await_count(self.semaphores, index, count, self.config.num_threads)
+
+    def _is_ready(self, unit: Array) -> Array:
+        """Semaphore that counts the unit's tiles of gate and up whose hidden rows are written."""
+        return 1 + unit
+
+    def _has_parts(self, unit: Array, tile: Array) -> Array:
+        """Semaphore that counts a tile's parts but the last."""
+        return 1 + self.pairs.shape[0] // TOKENS + unit * self.products[0].num_tiles + tile
+
+    def _multiply(
+        self, product: Product, stage: tuple[Array, Array], sums_ref: Any, parts_ref: Any, hidden: Any
+    ) -> tuple[Array, Array]:
+        """Goes through the block's span of a product's steps; ``hidden`` takes tiles of gate and up that are whole."""
+        config = self.config
+        start, end = product.span(self.num_units, self.index)
+        is_first = hidden is not None
+        blocks = {"warpgroup_blocks": config.warpgroup_blocks}
+        tokens_at = config.tile_blocks * config.step_blocks * BLOCK_WORDS * 4
+        zeros = plgpu.layout_cast(jnp.zeros((BLOCK_ROWS * config.warpgroup_blocks, TOKENS)), steps.ACCUMULATOR)
+
+        def step(s: Array, carry: tuple) -> tuple:
+            stage, parity, unit, tile, k, count, sums = carry
+            is_new = (s == start) | ((tile == 0) & (k == 0))
+            count = lax.cond(is_new, lambda: self._begin_unit(unit, is_first), lambda: count)
+            warps.wait_barrier(self.barriers, stage, parity)
+            sums = steps.multiply_step(
+                self.ring,
+                self.ring if is_first else self.hidden_s,
+                sums,
+                stage,
+                self.warpgroup,
+                stage * self.stage_bytes + tokens_at if is_first else k * (2 * config.step_columns),
+                count,
+                step_blocks=config.step_blocks,
+                tile_blocks=config.tile_blocks,
+                group=product.group,
+                stride=steps.token_stride(config.step_columns if is_first else product.num_columns),
+                has_exact_weights=config.has_exact_weights,
+                **blocks,
+            )
+            warps.arrive_warp(self.barriers, stage + self.num_stages)
+
+            ends = k + 1 == product.num_steps
+            # The tile began in an earlier block's span if this span's first step is not the tile's.
+            is_later = s - k < start
+            must_store = ends | (s + 1 == end)
+            if is_first:
+                must_store = (ends & is_later) | ((k + 1 < product.num_steps) & (s + 1 == end))
+
+                @pl.when(ends & (s - k >= start))
+                def _() -> None:
+                    feature = tile * (config.tile_rows // 2)
+                    features = {"num_features": self.num_features}
+                    steps.store_hidden(sums, hidden, self.pairs, unit, feature, self.warpgroup, **features, **blocks)
+                    self._signal(self._is_ready(unit))
+
+            @pl.when(must_store)
+            def _() -> None:
+                where = (unit, tile, self.index, is_later.astype(_INT), self.warpgroup)
+                tile_blocks = {"tile_blocks": config.tile_blocks}
+                steps.store_sums(sums, sums_ref, parts_ref, self.pairs, *where, **tile_blocks, **blocks)
+
+            if is_first:
+
+                @pl.when((k + 1 < product.num_steps) & (s + 1 == end))
+                def _() -> None:
+                    self._signal(self._has_parts(unit, tile))
+
+            sums = sums * jnp.where(ends, 0.0, 1.0)
+            is_last = stage + 1 == self.num_stages
+            ring = (jnp.where(is_last, 0, stage + 1), jnp.where(is_last, 1 - parity, parity))
+            return (*ring, *product.advance(unit, tile, k), count, sums)
+
+        carry = (*stage, *product.position(start), jnp.int32(0), zeros)
+        return lax.fori_loop(start, end, step, carry)[:2]
+
+    def _begin_unit(self, unit: Array, is_first: bool) -> Array:
+        """Number of the unit's tokens; for the second product their hidden rows are put into shared memory."""
+        count = self.units[unit] & 15
+        if not is_first:
+            threads = self.config.num_threads
+            gate_up, down = self.products
+            self._await(self._is_ready(unit), jnp.int32(gate_up.num_tiles))
+            steps.load_hidden(
+                self.outputs[2],
+                self.hidden_s,
+                self.pairs,
+                unit,
+                count,
+                num_columns=down.num_columns,
+                num_threads=threads,
+            )
+            warps.sync_threads(threads)
+        return count
+
+    def _combine(self) -> None:
+        """Hidden rows of the tile that began in an earlier block's span and ends in this one's."""
+        product, half = self.products[0], self.config.tile_rows // 2
+        _, sums_ref, hidden, _, parts_ref, _ = self.outputs
+        start, end = product.span(self.num_units, self.index)
+        unit, tile, k = product.position(start)
+        layout = plgpu.Layout.WG_STRIDED((half,), vec_size=half // 128)
+        num_features = self.num_features
+
+        @pl.when((k > 0) & (start - k + product.num_steps <= end))
+        def _() -> None:
+            owners = product.owner(self.num_units, start - k), self.index
+            self._await(self._has_parts(unit, tile), owners[1] - owners[0])
+            count = self.units[unit] & 15
+
+            def combine(turn: Array, carry: Array) -> Array:
+                n = turn * self.config.warpgroups + self.warpgroup
+                pair = self.pairs[unit * TOKENS + n]
+                value = [plgpu.load(sums_ref.at[pair, tile, j], layout=layout) for j in range(2)]
+
+                def load(_: int, block: Array) -> list[Array]:
+                    return [plgpu.load(parts_ref.at[block, n, j], layout=layout) for j in range(2)]
+
+                ((gate, up),) = _add_parts([value], [owners], load, self.config.combine_unroll)
+                value = gate / (1.0 + jnp.exp(-gate)) * up
+                if num_features % half:
+                    feature = tile * half + plgpu.broadcasted_iota(_INT, (half,), 0, layout=layout)
+                    value = jnp.where(feature < num_features, value, 0.0)
+                hidden[pair, pl.ds(tile * half, half)] = value.astype(jnp.bfloat16)
+                return carry
+
+            turns = (count - self.warpgroup + self.config.warpgroups - 1) // self.config.warpgroups
+            lax.fori_loop(0, turns, combine, 0)
+            self._signal(self._is_ready(unit))
+
+    def _add_up(self) -> None:
+        """Sums over tokens' experts: a warpgroup a token and tile, in turns."""
+        product, rows = self.products[1], self.config.tile_rows
+        out, _, _, sums_ref, _, parts_ref = self.outputs
+        router_weight = self.inputs[3]
+        num_tokens, per_token = router_weight.shape
+        layout = plgpu.Layout.WG_STRIDED((rows,), vec_size=rows // 128)
+        me = self.index * self.config.warpgroups + self.warpgroup
+        everyone = self.config.num_blocks * self.config.warpgroups
+
+        def add_up(turn: Array, carry: Array) -> Array:
+            task = me + turn * everyone
+            token, tile = task // product.num_tiles, lax.rem(task, product.num_tiles)
+            pairs = [token * per_token + x for x in range(per_token)]
+            places = [self.places[pair] for pair in pairs]
+            weights = [router_weight[token, x] for x in range(per_token)]
+            values = [plgpu.load(sums_ref.at[pair, tile], layout=layout) for pair in pairs]
+            owners = []
+            for place in places:
+                first, last = product.owners(self.num_units, jnp.maximum(place, 0) // TOKENS, tile)
+                owners.append((first, jnp.where(place < 0, first, last)))
+
+            def load(x: int, block: Array) -> Array:
+                return plgpu.load(parts_ref.at[block, lax.rem(jnp.maximum(places[x], 0), TOKENS)], layout=layout)
+
+            total = jnp.zeros((rows,))
+            for value, place, weight in zip(_add_parts(values, owners, load, 1), places, weights, strict=True):
+                # What a place outside of all units holds is undefined.
+                total = total + jnp.where(place < 0, 0.0, value * weight)
+            out[token, pl.ds(tile * rows, rows)] = total.astype(jnp.bfloat16)
+            return carry
+
+        lax.fori_loop(0, (num_tokens * product.num_tiles - me + everyone - 1) // everyone, add_up, 0)
+
+
+def _add_parts(
+    values: Sequence[Any], owners: Sequence[tuple[Array, Array]], load: Callable[[int, Array], Any], unroll: int
+) -> list[Any]:
+    """Adds to value i the parts ``load(i, block)`` of the blocks after the first to the last, in order."""
+    most = owners[0][1] - owners[0][0]
+    for first, last in owners[1:]:
+        most = jnp.maximum(most, last - first)
+
+    def add(turn: Array, values: list) -> list:
+        sums = []
+        for i, (value, (first, last)) in enumerate(zip(values, owners, strict=True)):
+            blocks = [first + 1 + turn * unroll + j for j in range(unroll)]
+            parts = [load(i, jnp.minimum(block, last)) for block in blocks]
+            for is_owner, part in zip([block <= last for block in blocks], parts, strict=True):
+                value = jax.tree.map(lambda v, p, is_owner=is_owner: v + jnp.where(is_owner, p, 0.0), value, part)
+            sums.append(value)
+        return sums
+
+    return lax.fori_loop(0, (most + unroll - 1) // unroll, add, list(values))
+
+
+def int4_moe_kernel(
+    x_TD: BFloat16[Array, "T D"],
+    expert_TX: Int32[Array, "T X"],
+    weight_TX: Float[Array, "T X"],
+    gate_up_EMKmw: Int32[Array, "E M K m w"],
+    down_EMKmw: Int32[Array, "E n k r w"],
+    config: Config,
+) -> BFloat16[Array, "T D"]:
+    """Weighted sum of each token's experts. What `int4_moe` checks and documents; D is a multiple of 64 here."""
+    (T, X), E = expert_TX.shape, gate_up_EMKmw.shape[0]
+    P, half = T * X, config.tile_rows // 2
+    gate_up_product, down_product = Product(gate_up_EMKmw, config), Product(down_EMKmw, config)
+    num_features = gate_up_EMKmw.shape[1] * gate_up_product.group * BLOCK_ROWS // 2
+    hidden_stride = steps.token_stride(down_product.num_columns) // 2
+    tables = (P + 1, TOKENS * P, P)
+    stage_bytes = steps.stage_bytes(config.tile_blocks, config.step_blocks)
+    free_bytes = config.shared_bytes - 2 * TOKENS * hidden_stride - 4 * sum(tables)
+    num_stages = min(_MAX_STAGES, free_bytes // stage_bytes)
+    if num_stages < 2 or num_stages * stage_bytes < 4 * scratch_words(P, E):
+        raise NotImplementedError(
+            f"{T} tokens of {X} experts, {E} experts and width {num_features} need more than {config.shared_bytes} bytes "
+            "of shared memory"
+        )
+
+    def body(x, expert, gate_up, down, weight, *refs) -> None:
+        outputs, (ring, barriers, hidden_s, units, pairs, places) = refs[:6], refs[6:]
+        fetching = 1 if config.has_bulk_copies else 32
+        arrivals = [fetching] * num_stages + [_WARPS * config.warpgroups] * num_stages
+        warps.init_barriers(barriers, arrivals)
+        threads = config.num_threads + 128
+        build_schedule(expert, units, pairs, places, ring, num_pairs=P, num_experts=E, num_threads=threads)
+        warpgroup = lax.axis_index("warpgroup")
+        block = _Block(
+            config,
+            num_features,
+            lax.axis_index("block"),
+            warpgroup,
+            units[P],
+            (x, gate_up, down, weight),
+            outputs,
+            ring,
+            barriers,
+            hidden_s,
+            units,
+            pairs,
+            places,
+            pl.get_global(plgpu.SemaphoreType.REGULAR((1 + P * (1 + gate_up_product.num_tiles),))),
+        )
+        pl.when(warpgroup == config.warpgroups)(block.fetch)
+        pl.when(warpgroup < config.warpgroups)(block.compute)
+
+    f32, bf16 = jnp.float32, jnp.bfloat16
+    out_TD, *_ = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((T, down_product.num_tiles * config.tile_rows), bf16),
+            jax.ShapeDtypeStruct((P, gate_up_product.num_tiles, 2, half), f32),
+            jax.ShapeDtypeStruct((P, gate_up_product.num_tiles * half), bf16),
+            jax.ShapeDtypeStruct((P, down_product.num_tiles, config.tile_rows), f32),
+            jax.ShapeDtypeStruct((config.num_blocks, TOKENS, 2, half), f32),
+            jax.ShapeDtypeStruct((config.num_blocks, TOKENS, config.tile_rows), f32),
+        ),
+        grid=(config.num_blocks,),
+        grid_names=("block",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="int4_moe",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, approx_math=True
+        ),
+        scratch_types=[
+            plgpu.SMEM((num_stages * stage_bytes // 4,), _INT),
+            plgpu.SMEM((4 * num_stages,), _INT),
+            plgpu.SMEM((TOKENS, hidden_stride), bf16),
+            *(plgpu.SMEM((size,), _INT) for size in tables),
+        ],
+    )(x_TD, expert_TX.reshape(-1), gate_up_EMKmw, down_EMKmw, weight_TX)
+    return out_TD[:, : x_TD.shape[1]]

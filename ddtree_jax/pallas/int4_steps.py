@@ -1,0 +1,446 @@
+"""A step of the INT4 kernel: 512 rows by 128 columns of one expert, and up to 8 tokens.
+
+::
+
+    copy engine   blocks and tokens ──► stage of the ring
+    a warp        64 rows of it: words ──► 128 + nibble in bfloat16 ──► mma with the tokens ──► x scale ──► float32 sums
+    a tile's end  sums ──► hidden rows, or partial sums of a tile that blocks share
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+from ddtree_jax.pallas import warps as w
+from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS, WEIGHT_WORDS
+
+TOKENS = 8
+ACCUMULATOR = plgpu.Layout.MMA_ACC(jnp.bfloat16)
+_GROUPS = BLOCK_COLUMNS // 32
+_NIBBLE_MASK, _BF16_128 = 0x000F000F, 0x43004300
+_BF16_MINUS_136 = 0xC308C308
+
+
+def stage_bytes(tile_blocks: int, step_blocks: int) -> int:
+    """Of a ring's stage: a step's blocks, then its tokens."""
+    return tile_blocks * step_blocks * BLOCK_WORDS * 4 + TOKENS * token_stride(step_blocks * BLOCK_COLUMNS)
+
+
+def token_stride(num_columns: int) -> int:
+    """Bytes from token to token in shared memory: off by half of the banks, so that two tokens are read at once."""
+    return 2 * num_columns + 64
+
+
+class _Source(NamedTuple):
+    """Where a step's weights and tokens are: a run of blocks a group, a row a token."""
+
+    run_bytes: int
+    group_stride: int
+    num_runs: ir.Value
+    weights: ir.Value
+    tokens: ir.Value
+    token_stride: int
+
+
+def fetch_step(
+    blocks: Any,
+    ring: Any,
+    barriers: Any,
+    tokens: Any,
+    pairs: Any,
+    *scalars: jax.Array,
+    step_blocks: int,
+    tile_blocks: int,
+    num_stages: int,
+    per_row: int,
+    has_bulk_copies: bool,
+) -> None:
+    """A warp waits until a stage is free and starts a step's copies to it: a run of blocks a group, and tokens.
+
+    Scalars: expert, group, block column, stage, parity, unit, number of tokens (0: none are copied). ``per_row`` pairs
+    share a row of ``tokens``. With bulk copies one thread starts them all; without, every thread copies 16 bytes at a time.
+    """
+
+    @w.inline(5, 7)
+    def call(blocks, ring, barriers, tokens, pairs, expert, row, column, stage, parity, unit, count) -> None:
+        _, num_groups, num_columns, group, _ = ir.MemRefType(blocks.type).shape
+        width = ir.MemRefType(tokens.type).shape[1]
+        block_bytes = BLOCK_WORDS * 4
+        first = arith.muli(w.wide(w.add(w.scaled(expert, num_groups), row)), w.i64(num_columns))
+        offset = arith.muli(arith.addi(first, w.wide(column)), w.i64(group * block_bytes))
+        source = _Source(
+            run_bytes=group * step_blocks * block_bytes,
+            group_stride=num_columns * group * block_bytes,
+            num_runs=arith.minsi(w.i32(tile_blocks // group), arith.subi(w.i32(num_groups), row)),
+            weights=w.at(w.gmem(blocks), offset, w.GLOBAL),
+            tokens=w.at(w.gmem(tokens), w.wide(w.scaled(column, 2 * BLOCK_COLUMNS)), w.GLOBAL),
+            token_stride=2 * width,
+        )
+        place = w.at(w.pointer(ring), w.scaled(stage, stage_bytes(tile_blocks, step_blocks)), w.SHARED)
+        free = arith.addi(stage, w.i32(num_stages))
+        full = w.barrier(barriers, stage)
+
+        def token_row(n: int) -> ir.Value:
+            pair = _pair(pairs, unit, w.i32(n))
+            token = arith.divui(pair, w.i32(per_row)) if per_row > 1 else pair
+            return w.at(source.tokens, w.wide(w.scaled(token, source.token_stride)), w.GLOBAL)
+
+        copy = _copy_bulk if has_bulk_copies else _copy_by_thread
+        lane = arith.andi(w.thread(), w.i32(31))
+        is_active = arith.cmpi(arith.CmpIPredicate.slt, lane, w.i32(1 if has_bulk_copies else 32))
+        with mgpu.utils.when(is_active):
+            w.wait(barriers, free, parity)
+            copy(source, place, full, lane, count, token_row, step_blocks=step_blocks, tile_blocks=tile_blocks)
+
+    call(blocks, ring, barriers, tokens, pairs, *scalars)
+
+
+def _copy_bulk(
+    source: _Source,
+    place: ir.Value,
+    full: ir.Value,
+    lane: ir.Value,
+    count: ir.Value,
+    token_row: Callable[[int], ir.Value],
+    *,
+    step_blocks: int,
+    tile_blocks: int,
+) -> None:
+    """One arrival at ``full``, and the copies' bytes."""
+    del lane
+    token_bytes = 2 * step_blocks * BLOCK_COLUMNS
+    num_bytes = w.add(w.scaled(source.num_runs, source.run_bytes), w.scaled(count, token_bytes))
+    nvvm.mbarrier_arrive_expect_tx(full, num_bytes)
+    # Weights pass through; what stays in the second cache is tokens, hidden rows and sums.
+    evict_first = mgpu.utils.inline_ptx(
+        "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", result_types=w.i64_type(), has_side_effects=True
+    )
+
+    def copy(to: ir.Value, origin: ir.Value, size: int, is_needed: ir.Value, *policy: ir.Value) -> None:
+        hint, operand = (".L2::cache_hint", ", $4") if policy else ("", "")
+        mgpu.utils.inline_ptx(
+            f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint} [$0], [$1], $2, [$3]{operand};",
+            to,
+            origin,
+            w.i32(size),
+            full,
+            *policy,
+            predicate=is_needed,
+            has_side_effects=True,
+        )
+
+    run = source.run_bytes
+    for i in range(tile_blocks * step_blocks * BLOCK_WORDS * 4 // run):
+        is_needed = arith.cmpi(arith.CmpIPredicate.slt, w.i32(i), source.num_runs)
+        origin = w.at(source.weights, w.i64(i * source.group_stride), w.GLOBAL)
+        copy(w.at(place, w.i32(i * run), w.SHARED), origin, run, is_needed, evict_first)
+    for n in range(TOKENS):
+        is_needed = arith.cmpi(arith.CmpIPredicate.slt, w.i32(n), count)
+        with mgpu.utils.when(is_needed):
+            to = w.at(place, w.i32(_token_place(n, tile_blocks, step_blocks)), w.SHARED)
+            copy(to, token_row(n), token_bytes, is_needed)
+
+
+def _copy_by_thread(
+    source: _Source,
+    place: ir.Value,
+    full: ir.Value,
+    lane: ir.Value,
+    count: ir.Value,
+    token_row: Callable[[int], ir.Value],
+    *,
+    step_blocks: int,
+    tile_blocks: int,
+) -> None:
+    """Each of the 32 threads arrives at ``full`` when its copies are done."""
+    token_bytes = 2 * step_blocks * BLOCK_COLUMNS
+    run, turn = source.run_bytes, 32 * 16
+
+    def copy(to: ir.Value, origin: ir.Value, size: int, start: int) -> None:
+        offset = arith.addi(w.scaled(lane, 16), w.i32(start))
+        mgpu.utils.inline_ptx(
+            "cp.async.cg.shared.global [$0], [$1], 16;",
+            w.at(to, offset, w.SHARED),
+            w.at(origin, w.wide(offset), w.GLOBAL),
+            predicate=arith.cmpi(arith.CmpIPredicate.slt, offset, w.i32(size)),
+            has_side_effects=True,
+        )
+
+    for i in range(tile_blocks * step_blocks * BLOCK_WORDS * 4 // run):
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, w.i32(i), source.num_runs)):
+            to = w.at(place, w.i32(i * run), w.SHARED)
+            for start in range(0, run, turn):
+                copy(to, w.at(source.weights, w.i64(i * source.group_stride), w.GLOBAL), run, start)
+    for n in range(TOKENS):
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, w.i32(n), count)):
+            to = w.at(place, w.i32(_token_place(n, tile_blocks, step_blocks)), w.SHARED)
+            copy(to, token_row(n), token_bytes, 0)
+    mgpu.utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", full, has_side_effects=True)
+
+
+def _token_place(n: int, tile_blocks: int, step_blocks: int) -> int:
+    return tile_blocks * step_blocks * BLOCK_WORDS * 4 + n * token_stride(step_blocks * BLOCK_COLUMNS)
+
+
+def _mma(a: Sequence[ir.Value], b: Sequence[ir.Value], c: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
+    """16 x 8 x 16: ``a b + c`` of one warp."""
+    return mgpu.utils.inline_ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        *a,
+        *b,
+        *c,
+        result_types=[w.f32()] * 4,
+        convergent=True,
+    )
+
+
+def _unpack(word: ir.Value) -> list[ir.Value]:
+    """The 8 nibbles of a word as 4 pairs of bfloat16 128 + nibble."""
+    pairs = []
+    for i in range(4):
+        shifted = arith.shrui(word, w.i32(4 * i)) if i else word
+        pairs.append(
+            mgpu.utils.inline_ptx(
+                "lop3.b32 $0, $1, $2, $3, 0xEA;",
+                shifted,
+                w.i32(_NIBBLE_MASK),
+                w.i32(_BF16_128),
+                result_types=w.i32(),
+            )
+        )
+    return pairs
+
+
+def _fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return mgpu.utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", a, b, c, result_types=w.f32())
+
+
+def _spread(word: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Each half of a word in both halves of one."""
+    prmt = "prmt.b32 $0, $1, $1, {};"
+    return tuple(
+        mgpu.utils.inline_ptx(prmt.format(order), word, result_types=w.i32()) for order in ("0x1010", "0x3232")
+    )
+
+
+def _scale(pair: ir.Value, scale: ir.Value) -> ir.Value:
+    """``bfloat16((pair - 136) * scale)``, twice."""
+    fma = "fma.rn.bf16x2 $0, $1, $2, $3;"
+    one, zero = w.i32(0x3F803F80), w.i32(0x80008000)
+    integers = mgpu.utils.inline_ptx(fma, pair, one, w.i32(_BF16_MINUS_136), result_types=w.i32())
+    return mgpu.utils.inline_ptx(fma, integers, scale, zero, result_types=w.i32())
+
+
+def _scales(word: ir.Value) -> tuple[ir.Value, ir.Value]:
+    low = arith.shli(word, w.i32(16))
+    high = arith.andi(word, w.i32(0xFFFF0000))
+    return arith.bitcast(w.f32(), low), arith.bitcast(w.f32(), high)
+
+
+def multiply_step(
+    ring: Any,
+    tokens: Any,
+    sums: jax.Array,
+    *scalars: jax.Array,
+    step_blocks: int,
+    warpgroup_blocks: int,
+    tile_blocks: int,
+    group: int,
+    stride: int,
+    has_exact_weights: bool,
+) -> jax.Array:
+    """Adds a step's product with the tokens to the warpgroup's sums [64 * warpgroup_blocks, 8].
+
+    Scalars: stage, warpgroup, where the first token's columns begin in ``tokens``, in bytes, and how many tokens there
+    are. ``stride`` bytes from a token to the next. Places without a token repeat the first.
+
+    Nibbles become 128 + nibble, exact in bfloat16. With exact weights, 136 is taken off and the scale multiplied in
+    bfloat16: the weights that `quant.dequantize` defines, bit for bit. Without, a group's sum is multiplied by its scale in
+    float32, which takes fewer instructions; the 136 too many a weight are taken off by starting the sum at -136 times the
+    sum of the tokens, which the tensor cores compute, once for all rows.
+    """
+    shape = (BLOCK_ROWS * warpgroup_blocks, TOKENS)
+
+    @w.inline(2, 4, (ACCUMULATOR,), plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=ACCUMULATOR))
+    def call(ring, tokens, stage, warpgroup, start, count, sums) -> mgpu.FragmentedArray:
+        r, t = w.lane()
+        lane = arith.andi(w.thread(), w.i32(31))
+        block = BLOCK_WORDS * 4
+        is_inside = group > warpgroup_blocks
+        offset = w.add(
+            w.scaled(stage, stage_bytes(tile_blocks, step_blocks)),
+            w.scaled(warpgroup, warpgroup_blocks * block * (1 if is_inside else step_blocks)),
+        )
+        place = w.at(w.pointer(ring), offset, w.SHARED)
+        words_at = w.at(place, w.add(w.scaled(w.warp(), 512), w.scaled(lane, 16)), w.SHARED)
+        scales_at = w.at(place, w.add(w.scaled(w.warp(), 64), w.scaled(r, 8), w.i32(4 * WEIGHT_WORDS)), w.SHARED)
+        token = arith.select(arith.cmpi(arith.CmpIPredicate.slt, r, count), r, w.i32(0))
+        tokens_at = w.at(w.pointer(tokens), w.add(start, w.scaled(token, stride), w.scaled(t, 16)), w.SHARED)
+        token_words = [
+            w.load(w.i32(), w.at(tokens_at, w.i32(64 * i), w.SHARED), 4) for i in range(_GROUPS * step_blocks)
+        ]
+        totals = [w.elements(register, 2) for register in sums.registers.flat]
+        totals = [[*totals[2 * i], *totals[2 * i + 1]] for i in range(warpgroup_blocks)]
+        zero = arith.constant(w.f32(), 0.0)
+        offsets = [w.i32(_BF16_MINUS_136)] * 4
+
+        def add_exact(total: Sequence, words: Sequence, b: Sequence, scale: ir.Value) -> Sequence:
+            low, high = _spread(scale)
+            below, above = (
+                [_scale(pair, by) for pair in _unpack(word)] for word, by in zip(words, (low, high), strict=True)
+            )
+            total = _mma([below[0], above[0], below[1], above[1]], b[:2], total)
+            return _mma([below[2], above[2], below[3], above[3]], b[2:], total)
+
+        def add_scaled(total: Sequence, words: Sequence, b: Sequence, scale: ir.Value, start: Sequence) -> Sequence:
+            below, above = map(_unpack, words)
+            products = _mma([below[0], above[0], below[1], above[1]], b[:2], start)
+            products = _mma([below[2], above[2], below[3], above[3]], b[2:], products)
+            low, high = _scales(scale)
+            pairs = zip((low, low, high, high), products, total, strict=True)
+            return [_fma(scale, product, total) for scale, product, total in pairs]
+
+        for k in range(step_blocks):
+            b_words = token_words[_GROUPS * k : _GROUPS * (k + 1)]
+            starts = (
+                [] if has_exact_weights else [_mma(offsets, b[2:], _mma(offsets, b[:2], [zero] * 4)) for b in b_words]
+            )
+            for m in range(warpgroup_blocks):
+                shift = w.i32(((m // group * step_blocks + k) * group + m % group) * block)
+                words = w.load(w.i32(), w.at(words_at, shift, w.SHARED), 4)
+                scales = w.load(w.i32(), w.at(scales_at, shift, w.SHARED), 2)
+                for q in range(_GROUPS):
+                    arguments = (totals[m], words[2 * q : 2 * q + 2], b_words[q], scales[q])
+                    totals[m] = add_exact(*arguments) if has_exact_weights else add_scaled(*arguments, starts[q])
+        flat = [w.register(total[2 * h : 2 * h + 2]) for total in totals for h in range(2)]
+        registers = np.asarray(flat, dtype=object).reshape(sums.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=sums.layout, _is_signed=None)
+
+    return call(ring, tokens, *scalars, sums)
+
+
+def store_sums(
+    sums: jax.Array, whole: Any, partial: Any, pairs: Any, *scalars: jax.Array, warpgroup_blocks: int, tile_blocks: int
+) -> None:
+    """Writes a warpgroup's sums, a token's rows together: to ``whole[pair, tile]``, or to ``partial[block, place]``.
+
+    Scalars: unit, tile, block (the kernel's), whether the sums go to ``partial``, warpgroup. If an array's last axes are
+    [2, rows / 2], the block rows' halves go there: gate's features, then up's.
+    """
+
+    @w.inline(3, 5, (ACCUMULATOR,))
+    def call(whole, partial, pairs, unit, tile, block, is_partial, warpgroup, sums) -> None:
+        _, num_tiles, *row_axes = ir.MemRefType(whole.type).shape
+        step = len(row_axes)
+        tile_rows = tile_blocks * BLOCK_ROWS
+        r, t = w.lane()
+        row = w.add(w.scaled(warpgroup, warpgroup_blocks * BLOCK_ROWS // step), w.scaled(w.warp(), 16 // step), r)
+        half_rows = tile_rows // 2 if step == 2 else 8
+        totals = [w.elements(register, 2) for register in sums.registers.flat]
+        to_partial = arith.cmpi(arith.CmpIPredicate.ne, is_partial, w.i32(0))
+        base = arith.select(
+            to_partial, llvm.ptrtoint(w.i64_type(), w.gmem(partial)), llvm.ptrtoint(w.i64_type(), w.gmem(whole))
+        )
+        base = llvm.inttoptr(llvm.PointerType.get(w.GLOBAL), base)
+        for j in range(2):
+            place = arith.addi(w.scaled(t, 2), w.i32(j))
+            pair = _pair(pairs, unit, place)
+            is_token = arith.cmpi(arith.CmpIPredicate.sge, pair, w.i32(0))
+            to_whole = w.add(w.scaled(pair, num_tiles), tile)
+            target = arith.select(to_partial, w.add(w.scaled(block, TOKENS), place), to_whole)
+            offset = arith.addi(arith.muli(w.wide(target), w.i64(4 * tile_rows)), w.wide(w.scaled(row, 4)))
+            start = w.at(base, offset, w.GLOBAL)
+            for m in range(warpgroup_blocks):
+                for h in range(2):
+                    shift = 4 * (m * BLOCK_ROWS // step + h * half_rows)
+                    mgpu.utils.inline_ptx(
+                        "st.global.f32 [$0], $1;",
+                        w.at(start, w.i64(shift), w.GLOBAL),
+                        totals[2 * m + h][j],
+                        predicate=is_token,
+                        has_side_effects=True,
+                    )
+
+    call(whole, partial, pairs, *scalars, sums)
+
+
+def _pair(pairs: ir.Value, unit: ir.Value, place: ir.Value) -> ir.Value:
+    return llvm.load(w.i32(), w.at(w.pointer(pairs), w.scaled(w.add(w.scaled(unit, TOKENS), place), 4), w.SHARED))
+
+
+def store_hidden(
+    sums: jax.Array, hidden: Any, pairs: Any, *scalars: jax.Array, warpgroup_blocks: int, num_features: int
+) -> None:
+    """Writes ``silu(gate) * up`` of a warpgroup's finished sums to ``hidden[pair]``, zero from ``num_features`` on.
+
+    Scalars: unit, the tile's first feature, warpgroup.
+    """
+
+    @w.inline(2, 3, (ACCUMULATOR,))
+    def call(hidden, pairs, unit, first, warpgroup, sums) -> None:
+        width = ir.MemRefType(hidden.type).shape[1]
+        r, t = w.lane()
+        feature = w.add(first, w.scaled(warpgroup, warpgroup_blocks * BLOCK_ROWS // 2), w.scaled(w.warp(), 8), r)
+        totals = [w.elements(register, 2) for register in sums.registers.flat]
+        for j in range(2):
+            pair = _pair(pairs, unit, arith.addi(w.scaled(t, 2), w.i32(j)))
+            is_token = arith.cmpi(arith.CmpIPredicate.sge, pair, w.i32(0))
+            offset = arith.addi(arith.muli(w.wide(pair), w.i64(2 * width)), w.wide(w.scaled(feature, 2)))
+            start = w.at(w.gmem(hidden), offset, w.GLOBAL)
+            for m in range(warpgroup_blocks):
+                gate, up = totals[2 * m][j], totals[2 * m + 1][j]
+                value = arith.mulf(arith.mulf(gate, _sigmoid(gate)), up)
+                is_feature = arith.cmpi(arith.CmpIPredicate.slt, feature, w.i32(num_features - m * BLOCK_ROWS // 2))
+                value = arith.select(is_feature, value, arith.constant(w.f32(), 0.0))
+                narrow = arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(ir.BF16Type.get(), value))
+                mgpu.utils.inline_ptx(
+                    "st.global.b16 [$0], $1;",
+                    w.at(start, w.i64(m * BLOCK_ROWS), w.GLOBAL),
+                    narrow,
+                    predicate=is_token,
+                    has_side_effects=True,
+                )
+
+    call(hidden, pairs, *scalars, sums)
+
+
+def _sigmoid(value: ir.Value) -> ir.Value:
+    log2e = arith.constant(w.f32(), -1.4426950408889634)
+    power = mgpu.utils.inline_ptx("ex2.approx.f32 $0, $1;", arith.mulf(value, log2e), result_types=w.f32())
+    denominator = arith.addf(power, arith.constant(w.f32(), 1.0))
+    return mgpu.utils.inline_ptx("rcp.approx.f32 $0, $1;", denominator, result_types=w.f32())
+
+
+def load_hidden(
+    hidden: Any, tokens: Any, pairs: Any, unit: jax.Array, count: jax.Array, *, num_columns: int, num_threads: int
+) -> None:
+    """Copies the hidden rows of a unit's ``count`` pairs to shared memory, 16 bytes a thread and turn."""
+    per_token = num_columns // 8
+
+    @w.inline(3, 2)
+    def call(hidden, tokens, pairs, unit, count) -> None:
+        width = ir.MemRefType(hidden.type).shape[1]
+        vector_type = ir.VectorType.get((4,), w.i32())
+        moves = []
+        for turn in range(-(-TOKENS * per_token // num_threads)):
+            index = arith.addi(w.thread(), w.i32(turn * num_threads))
+            token = arith.divui(index, w.i32(per_token))
+            chunk = arith.remui(index, w.i32(per_token))
+            is_needed = arith.cmpi(arith.CmpIPredicate.slt, token, count)
+            pair = _pair(pairs, unit, arith.select(is_needed, token, w.i32(0)))
+            offset = arith.addi(arith.muli(w.wide(pair), w.i64(2 * width)), w.wide(w.scaled(chunk, 16)))
+            value = llvm.load(vector_type, w.at(w.gmem(hidden), offset, w.GLOBAL), alignment=16)
+            moves.append((is_needed, token, chunk, value))
+        for is_needed, token, chunk, value in moves:
+            with mgpu.utils.when(is_needed):
+                place = w.add(w.scaled(token, token_stride(num_columns)), w.scaled(chunk, 16))
+                llvm.store(value, w.at(w.pointer(tokens), place, w.SHARED), alignment=16)
+
+    call(hidden, tokens, pairs, unit, count)
