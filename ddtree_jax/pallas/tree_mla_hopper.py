@@ -1,4 +1,24 @@
-"""draft"""
+"""Tree MLA for Hopper: ``wgmma`` on tiles of 64 rows (nodes x heads) by 64 slots, fed by the copy engine.
+
+A block takes 64 rows and its split of the tiles, two tiles at a time. Of a pair, warpgroup w scores tile w alone, and
+owns half w of the latent columns of the output. Each warpgroup's weights pass to the other through shared memory, in
+the place of the tile's rotary part, which is no longer needed by then.
+
+::
+
+    copies       | L0 R1 T0 T1 R0 L1 of the next pair, each as soon as its place is free
+    warpgroup 0  | Q (L0 T0 R0)'   softmax 0   O_L += P0 L0   take P1   O_L += P1 L1
+    warpgroup 1  | Q (R1 T1 L1)'   softmax 1   O_R += P1 R1   take P0   O_R += P0 R0      time ->
+
+    L, R: left and right half of a tile's latents (each in two buffers); T: its rotary part; O_L, O_R: output
+
+A tile is read once for all nodes and heads of a block: 73,728 bytes, its latents serving as keys and as values. With 16
+nodes of 8 heads (two row tiles) 4,096 tokens are 4.7 MB, 1.0 us at 4.57 TB/s. Splits are added by `tree_mla_split.combine`.
+
+What lies behind the length, or in a node that a row does not see, gets a weight of zero; since zero times NaN is NaN,
+values that are not finite are overwritten with zeros in the tiles where there can be such. Scores are taken before, so
+that a row which does see a NaN yields NaN.
+"""
 
 import functools
 import math
@@ -9,378 +29,332 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
+from ddtree_jax.pallas import tree_mla_split as split
+
+_TILE = 64
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
-_TILE = 64
-_LOWEST = -1e30
+_PARTS = 2  # Buffers of half a tile's latents.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    stages: int = 2
+    """``num_sms`` is how many blocks run at once (one a multiprocessor); registers are those of a thread."""
+
     num_sms: int = 132
-    min_tiles: int = 1
-    mode: str = "R"
-    combine_only: bool = False
-    pdl: bool = False
-    no_auto: bool = False
-    static: bool = False
-    max_groups: int = 8
-    salt: bool = True
-    progressive: bool = True
-    interpret: object = None
+    copy_registers: int = 24
+    compute_registers: int = 240
 
 
-def _swizzled(*shape):
+def tree_mla_hopper(
+    query_BTHW: BFloat16[Array, "B T H W"],
+    cache_BSW: BFloat16[Array, "B S W"],
+    rows_BTW: BFloat16[Array, "B T W"],
+    length_B: Int32[Array, "B"],
+    visible_BTt: Bool[Array, "B T T"],
+    *,
+    num_latent: int,
+    scale: float,
+    config: Config = Config(),
+    interpret: object = None,
+) -> BFloat16[Array, "B T H C"]:
+    """See `tree_mla.tree_mla`. Any number of nodes: prefill chunks are trees whose mask is causal.
+
+    Raises:
+      NotImplementedError: for shapes and types that the tiles do not fit; the offending value is named.
+    """
+    batch, num_nodes, heads, width = query_BTHW.shape
+    _check(query_BTHW, cache_BSW, num_latent)
+    query_BnW = query_BTHW.reshape(batch, num_nodes * heads, width)
+    query_BnW = jnp.pad(query_BnW, ((0, 0), (0, -query_BnW.shape[1] % 8), (0, 0)))
+    rows_BTW = jnp.pad(rows_BTW, ((0, 0), (0, -num_nodes % 8), (0, 0)))
+    words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _TILE)
+    part_BnsC, lse_Bsn = _attend_splits(
+        query_BnW, cache_BSW, rows_BTW, length_B, words_Bwn, num_latent, scale, config, interpret
+    )
+    tree_tiles = pl.cdiv(num_nodes, _TILE)
+    out_BnC = split.combine(part_BnsC, lse_Bsn, length_B, tree_tiles=tree_tiles, tile=_TILE, interpret=interpret)
+    return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
+
+
+def _check(query_BTHW: Array, cache_BSW: Array, num_latent: int) -> None:
+    if query_BTHW.dtype != jnp.bfloat16 or cache_BSW.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"query is {query_BTHW.dtype}, cache is {cache_BSW.dtype}; only bfloat16 is supported"
+        )
+    if num_latent not in (256, 512):
+        raise NotImplementedError(f"num_latent is {num_latent}; only 256 and 512 are supported")
+    if query_BTHW.shape[-1] - num_latent != _TILE:
+        raise NotImplementedError(
+            f"the rotary part is {query_BTHW.shape[-1] - num_latent} wide; only {_TILE} is supported"
+        )
+    if cache_BSW.shape[1] % 8:
+        raise NotImplementedError(f"the cache has {cache_BSW.shape[1]} slots; only multiples of 8 are supported")
+
+
+def _swizzled(*shape: int):
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
-def partials(query_BrW, cache_BSW, rows_BNW, length_B, bits_Br2, *, num_latent, scale, splits, config):
-    B, R, W = query_BrW.shape
-    N = rows_BNW.shape[1]
-    C = num_latent
-    half, rotary = C // 2, W - C
-    tiles_r = pl.cdiv(R, _TILE)
-    rows_in = min(R, _TILE)
+def _spread(row, shape):
+    return lax.broadcast_in_dim(row, shape, [0])
+
+
+def _attend_splits(
+    query_BnW: Array,
+    cache_BSW: Array,
+    rows_BTW: Array,
+    length_B: Array,
+    words_Bwn: Array,
+    num_latent: int,
+    scale: float,
+    config: Config,
+    interpret: object,
+) -> tuple[BFloat16[Array, "B n s C"], Float[Array, "B s m"]]:
+    """Each split's output, divided by its sum of weights, and the base-2 logarithm of that sum."""
+    batch, num_rows, width = query_BnW.shape
+    num_nodes = rows_BTW.shape[1]
+    half, rotary = num_latent // 2, width - num_latent
+    part = half // _PARTS
+    row_tiles, tree_tiles = pl.cdiv(num_rows, _TILE), pl.cdiv(num_nodes, _TILE)
+    rows_a_tile, nodes_a_tile = min(num_rows, _TILE), min(num_nodes, _TILE)
+    splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], _TILE, config.num_sms)
     factor = scale * math.log2(math.e)
 
-    def plan(length, s):
-        prefix_tiles = lax.div(length + (_TILE - 1), jnp.int32(_TILE))
-        total = prefix_tiles + 1
-        per = jnp.maximum(lax.div(total + (splits - 1), jnp.int32(splits)), config.min_tiles)
-        first = s * per
-        return prefix_tiles, first, jnp.minimum(per, total - first)
+    def columns(h, a):
+        return pl.ds(h * half + a * part, part)
 
-    def body(q_g, c_g, t_g, len_g, bits_g, o_g, lse_g, q_s, qr_s, kv_s, r_s, m_s, l_s, q_bar, kv_bar, kv_free, r_bar, r_free, p_bar, done):
-        b, rt, s, wg = (lax.axis_index(a) for a in ("batch", "tile", "split", "wg"))
-        if config.pdl:
-            plgpu.griddepcontrol_wait()
-        rows = pl.ds(rt * _TILE, rows_in)
-        length = len_g[b]
-        prefix_tiles, first, count = plan(length, s)
-        pairs = lax.div(jnp.maximum(count, 0) + 1, jnp.int32(2))
+    def body(
+        query_g, cache_g, tree_g, length_g, words_g, out_g, lse_g,
+        query_s, query_rotary_s, latent_s, rotary_s, top_s, sum_s,
+        query_bar, latent_bar, latent_free, rotary_bar, rotary_free, scored_bar, weights_bar, done_bar,
+    ):  # fmt: skip
+        b, row_tile, s, warpgroup = (lax.axis_index(name) for name in ("batch", "row_tile", "split", "warpgroup"))
+        at_rows, all_rows = pl.ds(row_tile * _TILE, rows_a_tile), pl.ds(row_tile * _TILE, _TILE)
+        length = length_g[b]
+        prefix_tiles, total, each = split.tile_counts(length, tree_tiles, splits, _TILE)
+        first = s * each
+        count = jnp.clip(total - first, 0, each)
+        pairs = lax.div(count + 1, jnp.int32(2))
 
-        @pl.when(wg == 2)
+        @pl.when(warpgroup == 2)
         def _():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(config.copy_registers, action="decrease")
+            filled = pl.ds(0, rows_a_tile)
             for h in range(2):
-                plgpu.copy_gmem_to_smem(q_g.at[b, rows, pl.ds(h * half, half)], q_s.at[h, pl.ds(0, rows_in)], q_bar)
-            plgpu.copy_gmem_to_smem(q_g.at[b, rows, pl.ds(C, rotary)], qr_s.at[pl.ds(0, rows_in)], q_bar)
+                for a in range(_PARTS):
+                    plgpu.copy_gmem_to_smem(query_g.at[b, at_rows, columns(h, a)], query_s.at[h, a, filled], query_bar)
+            plgpu.copy_gmem_to_smem(
+                query_g.at[b, at_rows, pl.ds(num_latent, rotary)], query_rotary_s.at[filled], query_bar
+            )
+            # A block without tiles must not end while its query is on the way.
+            pl.when(count == 0)(lambda: plgpu.barrier_wait(query_bar))
 
-            @pl.when(count <= 0)
-            def _():
-                plgpu.barrier_wait(q_bar)
+            def fetch(i, t, at_columns, into, ready, free):
+                tile = first + 2 * i + t
 
-            def fetch(tile, columns, into, t, bar):
-                @pl.when(tile < prefix_tiles)
+                @pl.when(2 * i + t < count)
                 def _():
-                    plgpu.copy_gmem_to_smem(c_g.at[b, pl.ds(tile * _TILE, _TILE), columns], into.at[...], bar)
+                    pl.when(i > 0)(lambda: plgpu.barrier_wait(free))
 
-                @pl.when(tile >= prefix_tiles)
-                def _():
-                    plgpu.copy_gmem_to_smem(t_g.at[b, :, columns], into.at[pl.ds(0, N)], bar)
+                    @pl.when(tile < prefix_tiles)
+                    def _():
+                        plgpu.copy_gmem_to_smem(cache_g.at[b, pl.ds(tile * _TILE, _TILE), at_columns], into, ready)
+
+                    @pl.when(tile >= prefix_tiles)
+                    def _():
+                        start = (tile - prefix_tiles) * _TILE
+                        plgpu.copy_gmem_to_smem(
+                            tree_g.at[b, pl.ds(start, nodes_a_tile), at_columns],
+                            into.at[pl.ds(0, nodes_a_tile)],
+                            ready,
+                        )
 
             @pl.loop(0, pairs)
             def _(i):
-                def latent(t, h):
-                    @pl.when(2 * i + t < count)
-                    def _():
-                        @pl.when(i > 0)
-                        def _():
-                            plgpu.barrier_wait(kv_free.at[2 * t + h])
-                        fetch(first + 2 * i + t, pl.ds(h * half, half), kv_s.at[t, h], t, kv_bar.at[2 * t + h])
+                # In the order in which the last pair's buffers become free.
+                def fetch_latent(t, h, a):
+                    number = 2 * _PARTS * t + _PARTS * h + a
+                    fetch(i, t, columns(h, a), latent_s.at[t, h, a], latent_bar.at[number], latent_free.at[number])
 
-                def rotated(t):
-                    @pl.when(2 * i + t < count)
-                    def _():
-                        @pl.when(i > 0)
-                        def _():
-                            plgpu.barrier_wait(r_free.at[t])
-                        fetch(first + 2 * i + t, pl.ds(C, rotary), r_s.at[t], t, r_bar.at[t])
+                for a in range(_PARTS):
+                    for t in range(2):
+                        fetch_latent(t, t, a)
+                for t in range(2):
+                    fetch(i, t, pl.ds(num_latent, rotary), rotary_s.at[t], rotary_bar.at[t], rotary_free.at[t])
+                for a in range(_PARTS):
+                    for t in range(2):
+                        fetch_latent(t, 1 - t, a)
 
-                latent(0, 0)
-                latent(1, 1)
-                rotated(0)
-                rotated(1)
-                latent(0, 1)
-                latent(1, 0)
-
-        def consume(wg):
-            plgpu.set_max_registers(240, action="increase")
-            wg0, peer = wg, 1 - wg
-            zeros = plgpu.layout_cast(jnp.zeros((_TILE,), jnp.float32), _ROW)
-            acc = plgpu.layout_cast(jnp.zeros((_TILE, half), jnp.float32), _WGMMA)
+        @pl.when((warpgroup < 2) & (count > 0))
+        def _():
+            plgpu.set_max_registers(config.compute_registers, action="increase")
             column = plgpu.broadcasted_iota(jnp.int32, (_TILE, _TILE), 1, layout=_WGMMA)
-            plgpu.barrier_wait(q_bar)
+
+            def load_words(tree_tile):
+                at_words = (words_g.at[b, 2 * tree_tile + w, all_rows] for w in range(2))
+                return [plgpu.load(ref, layout=_ROW, optimized=False) for ref in at_words]
+
+            # Early, since they come from device memory. Prefill has too many to keep.
+            early_words = load_words(0) if tree_tiles == 1 else None
+            plgpu.barrier_wait(query_bar)
 
             def is_ragged(tile):
                 return (tile >= prefix_tiles) | (length - tile * _TILE < _TILE)
 
-            def clean(tile, t, wg):
-                """A weight of zero times a NaN would be NaN; scores are masked, but values have to be finite."""
-                @pl.when(is_ragged(tile))
-                def _():
-                    @pl.loop(0, half // 64)
-                    def _(c):
-                        at = kv_s.at[t, wg, :, pl.ds(c * 64, 64)]
-                        v = plgpu.load(at, layout=_WGMMA)
-                        at[...] = jnp.where(jnp.abs(v.astype(jnp.float32)) < jnp.inf, v, jnp.bfloat16(0))
-                    plgpu.commit_smem()
-
             def mask(x, tile):
                 def tree(x):
-                    low, high = (
-                        lax.broadcast_in_dim(
-                            plgpu.load(bits_g.at[b, w, pl.ds(rt * _TILE, _TILE)], layout=_ROW, optimized=False), x.shape, [0]
-                        )
-                        for w in range(2)
-                    )
-                    word = jnp.where(column < 32, low, high)
-                    return jnp.where((lax.shift_right_logical(word, column & 31) & 1) != 0, x, -jnp.inf)
+                    words = early_words or load_words(tile - prefix_tiles)
+                    word = jnp.where(column < split.WORD, *(_spread(w, x.shape) for w in words))
+                    bit = lax.shift_right_logical(word, column & (split.WORD - 1)) & 1
+                    return jnp.where(bit != 0, x, -jnp.inf)
 
                 def tail(x):
                     return jnp.where(column < length - tile * _TILE, x, -jnp.inf)
 
-                return lax.cond(is_ragged(tile), lambda x: lax.cond(tile >= prefix_tiles, tree, tail, x), lambda x: x, x)
+                def ragged(x):
+                    return lax.cond(tile >= prefix_tiles, tree, tail, x)
 
-            def weigh(acc, p16, t, wg, during=lambda: None):
-                values = kv_s.at[t, wg]
-                if config.interpret is not None:
-                    during()
-                    return acc + jnp.dot(p16, values[...], preferred_element_type=jnp.float32)
+                return lax.cond(is_ragged(tile), ragged, lambda x: x, x)
 
-                def run(ref):
-                    plgpu.wgmma(ref, p16, values)
-                    during()
+            def make_finite(tile, t, h):
+                @pl.when(is_ragged(tile))
+                def _():
+                    @pl.loop(0, half // 64)
+                    def _(c):
+                        a, offset = lax.div(c, jnp.int32(part // 64)), lax.rem(c, jnp.int32(part // 64)) * 64
+                        ref = latent_s.at[t, h, a, :, pl.ds(offset, 64)]
+                        value = plgpu.load(ref, layout=_WGMMA)
+                        is_finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
+                        ref[...] = jnp.where(is_finite, value, jnp.bfloat16(0))
 
-                return pl.run_state(run)(plgpu.ACC.init(acc))
-
-            def spread(x, shape):
-                return lax.broadcast_in_dim(x, shape, [0])
-
-            def pair(i, carry):
-                wg, peer = wg0, 1 - wg0
-                if config.salt:
-                    wg = wg0 ^ (i & lax.shift_right_logical(length, jnp.int32(31)))
-                    peer = 1 - wg
-                own_tile = first + 2 * i + wg
-                peer_tile = first + 2 * i + peer
-                has_peer = 2 * i + peer < count
-
-                def own(carry):
-                    acc, m, l = carry
-
-                    waits = [kv_bar.at[2 * wg + wg], r_bar.at[wg], kv_bar.at[2 * wg + peer]]
-                    if not config.progressive:
-                        for bar in waits:
-                            plgpu.barrier_wait(bar)
-
-                    def scores(ref):
-                        parts = [(q_s.at[wg], kv_s.at[wg, wg]), (qr_s, r_s.at[wg]), (q_s.at[peer], kv_s.at[wg, peer])]
-                        for bar, (query, key) in zip(waits, parts, strict=True):
-                            if config.progressive:
-                                plgpu.barrier_wait(bar)
-                            plgpu.wgmma(ref, query, key.transpose((1, 0)))
-                        return ref[...]
-
-                    x = pl.run_scoped(scores, plgpu.ACC((_TILE, _TILE), jnp.float32))
-                    x = mask(x, own_tile)
-                    clean(own_tile, wg, wg)
-                    m_new = jnp.maximum(m, x.max(axis=1) * factor)
-                    p = jnp.exp2(x * factor - spread(m_new, x.shape))
-                    p16 = p.astype(jnp.bfloat16)
-                    r_s[wg] = p16
-                    m_s[wg] = m_new
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(p_bar.at[wg])
-                    alpha = jnp.exp2(m - m_new)
-                    l = l * alpha + p.sum(axis=1)
-                    acc = weigh(acc * spread(alpha, acc.shape), p16, wg, wg)
-                    plgpu.barrier_arrive(kv_free.at[2 * wg + wg])
-                    return acc, m_new, l
 
-                def other(carry):
-                    acc, m, l = carry
-                    plgpu.barrier_wait(kv_bar.at[2 * peer + wg])
-                    plgpu.barrier_wait(p_bar.at[peer])
-                    p16 = plgpu.load(r_s.at[peer], layout=_WGMMA)
-                    m_peer = plgpu.load(m_s.at[peer], layout=_ROW)
-                    plgpu.barrier_arrive(r_free.at[peer])
-                    clean(peer_tile, peer, wg)
-                    m_new = jnp.maximum(m, m_peer)
-                    alpha = jnp.exp2(m - m_new)
-                    p16 = (p16.astype(jnp.float32) * spread(jnp.exp2(m_peer - m_new), p16.shape)).astype(jnp.bfloat16)
-                    acc = weigh(acc * spread(alpha, acc.shape), p16, peer, wg)
-                    plgpu.barrier_arrive(kv_free.at[2 * peer + wg])
-                    return acc, m_new, l * alpha
+            def add_values(acc, alpha, weights, t, h):
+                """Adds the weighted values; a buffer is free as soon as it has been multiplied."""
+                acc = [x * _spread(alpha, x.shape) for x in acc]
+                free = [latent_free.at[2 * _PARTS * t + _PARTS * h + a] for a in range(_PARTS)]
+                if interpret is not None:
+                    for a, bar in enumerate(free):
+                        acc[a] += jnp.dot(weights, latent_s[t, h, a], preferred_element_type=jnp.float32)
+                        plgpu.barrier_arrive(bar)
+                    return acc
 
-                if config.mode == "T":
-                    return other(own(carry))
-                carry = lax.cond(2 * i + wg < count, own, lambda c: c, carry)
-                return lax.cond(has_peer, other, lambda c: c, carry)
+                def multiply(refs):
+                    for a, ref in enumerate(refs):
+                        plgpu.wgmma(ref, weights, latent_s.at[t, h, a])
+                    for a, bar in enumerate(free):
+                        plgpu.wgmma_wait(_PARTS - 1 - a)
+                        plgpu.barrier_arrive(bar)
 
-            carry = (acc, zeros + _LOWEST, zeros)
-            acc, m, l = lax.fori_loop(0, pairs, pair, carry)
-            l_s[wg] = l
-            plgpu.barrier_arrive(done)
-            plgpu.barrier_wait(done)
-            l = l + plgpu.load(l_s.at[peer], layout=_ROW)
-            inverse = 1.0 / jnp.maximum(l, 1e-30)
-            acc = acc * spread(inverse, acc.shape)
-            q_s[wg] = acc.astype(jnp.bfloat16)
+                return pl.run_state(multiply)([plgpu.ACC.init(x) for x in acc])
 
-            def store_lse():
-                m_s[0] = jnp.where(l > 0, m + jnp.log2(jnp.maximum(l, 1e-30)), _LOWEST)
+            def add_own(carry, tile, own, peer):
+                acc, top, total_weight = carry
 
-            when(wg == 0, store_lse)
+                def score(ref):
+                    def score_half(h):
+                        for a in range(_PARTS):
+                            plgpu.barrier_wait(latent_bar.at[2 * _PARTS * own + _PARTS * h + a])
+                            plgpu.wgmma(ref, query_s.at[h, a], latent_s.at[own, h, a].transpose((1, 0)))
+
+                    score_half(own)
+                    plgpu.barrier_wait(rotary_bar.at[own])
+                    plgpu.wgmma(ref, query_rotary_s, rotary_s.at[own].transpose((1, 0)))
+                    score_half(peer)
+                    return ref[...]
+
+                x = pl.run_scoped(score, plgpu.ACC((_TILE, _TILE), jnp.float32))
+                plgpu.barrier_arrive(scored_bar.at[own])
+                x = mask(x, tile)
+                new_top = jnp.maximum(top, x.max(axis=1) * factor)
+                weights = jnp.exp2(x * factor - _spread(new_top, x.shape))
+                rounded = weights.astype(jnp.bfloat16)
+                rotary_s[own] = rounded
+                top_s[own] = new_top
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(weights_bar.at[own])
+                make_finite(tile, own, own)
+                alpha = jnp.exp2(top - new_top)
+                total_weight = total_weight * alpha + weights.sum(axis=1)
+                return add_values(acc, alpha, rounded, own, own), new_top, total_weight
+
+            def add_peer(carry, tile, own, peer):
+                acc, top, total_weight = carry
+                for a in range(_PARTS):
+                    plgpu.barrier_wait(latent_bar.at[2 * _PARTS * peer + _PARTS * own + a])
+                plgpu.barrier_wait(scored_bar.at[peer])
+                make_finite(tile, peer, own)
+                plgpu.barrier_wait(weights_bar.at[peer])
+                weights = plgpu.load(rotary_s.at[peer], layout=_WGMMA)
+                peer_top = plgpu.load(top_s.at[peer], layout=_ROW)
+                plgpu.barrier_arrive(rotary_free.at[peer])
+                new_top = jnp.maximum(top, peer_top)
+                alpha = jnp.exp2(top - new_top)
+                rescaled = weights.astype(jnp.float32) * _spread(jnp.exp2(peer_top - new_top), weights.shape)
+                acc = add_values(acc, alpha, rescaled.astype(jnp.bfloat16), peer, own)
+                return acc, new_top, total_weight * alpha
+
+            def add_pair(i, carry):
+                # Always the warpgroup's number, but ptxas must not know: it would compute all operand descriptors
+                # before the loop and spill more than a hundred registers for them.
+                own = warpgroup ^ (i & lax.shift_right_logical(length, jnp.int32(31)))
+                peer = 1 - own
+                for add, t in ((add_own, own), (add_peer, peer)):
+                    step = functools.partial(add, tile=first + 2 * i + t, own=own, peer=peer)
+                    carry = lax.cond(2 * i + t < count, step, lambda carry: carry, carry)
+                return carry
+
+            zeros = plgpu.layout_cast(jnp.zeros((_TILE,), jnp.float32), _ROW)
+            acc = [plgpu.layout_cast(jnp.zeros((_TILE, part), jnp.float32), _WGMMA) for _ in range(_PARTS)]
+            acc, top, total_weight = lax.fori_loop(0, pairs, add_pair, (acc, zeros + split.LOWEST, zeros))
+
+            sum_s[warpgroup] = total_weight
+            plgpu.barrier_arrive(done_bar)
+            plgpu.barrier_wait(done_bar)
+            total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - warpgroup], layout=_ROW), 1e-30)
+            for a in range(_PARTS):
+                query_s[warpgroup, a] = (acc[a] * _spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
+
+            @pl.when(warpgroup == 0)
+            def _():
+                top_s[0] = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
 
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_s.at[wg, pl.ds(0, rows_in)], o_g.at[b, s, rows, pl.ds(wg * half, half)])
+            for a in range(_PARTS):
+                plgpu.copy_smem_to_gmem(
+                    query_s.at[warpgroup, a, pl.ds(0, rows_a_tile)], out_g.at[b, at_rows, s, columns(warpgroup, a)]
+                )
+            pl.when(warpgroup == 0)(lambda: plgpu.copy_smem_to_gmem(top_s.at[0], lse_g.at[b, s, all_rows]))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            when(wg == 0, lambda: plgpu.copy_smem_to_gmem(m_s.at[0], lse_g.at[b, s, pl.ds(rt * _TILE, _TILE)]))
-
-            if config.pdl:
-                plgpu.griddepcontrol_launch_dependents()
-            plgpu.wait_smem_to_gmem(0)
-
-        def when(condition, do):
-            if isinstance(condition, bool):  # noqa
-                if condition:
-                    do()
-            else:
-                pl.when(condition)(do)
-
-        if config.static:
-            for w in range(2):
-                pl.when((wg == w) & (count > 0))(functools.partial(consume, length * 0 + w))
-        else:
-            pl.when((wg < 2) & (count > 0))(functools.partial(consume, wg))
-
-    f = plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((B, splits, R, C), jnp.bfloat16),
-            jax.ShapeDtypeStruct((B, splits, tiles_r * _TILE), jnp.float32),
+            jax.ShapeDtypeStruct((batch, num_rows, splits, num_latent), jnp.bfloat16),
+            jax.ShapeDtypeStruct((batch, splits, row_tiles * _TILE), jnp.float32),
         ),
-        grid=(splits, tiles_r, B),
-        grid_names=("split", "tile", "batch"),
+        grid=(splits, row_tiles, batch),
+        grid_names=("split", "row_tile", "batch"),
         num_threads=3,
-        thread_name="wg",
-        kernel_name="tree_mla_partials",
-        interpret=config.interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=config.no_auto),
+        thread_name="warpgroup",
+        kernel_name="tree_mla",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=[
-            _swizzled(2, _TILE, half),
+            _swizzled(2, _PARTS, _TILE, part),
             _swizzled(_TILE, rotary),
-            _swizzled(2, 2, _TILE, half),
+            _swizzled(2, 2, _PARTS, _TILE, part),
             _swizzled(2, _TILE, rotary),
             plgpu.SMEM((2, _TILE), jnp.float32),
             plgpu.SMEM((2, _TILE), jnp.float32),
-            plgpu.Barrier(num_arrivals=3),
-            plgpu.Barrier(num_barriers=4),
-            plgpu.Barrier(num_barriers=4),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_arrivals=2 * _PARTS + 1),
+            plgpu.Barrier(num_barriers=4 * _PARTS),
+            plgpu.Barrier(num_barriers=4 * _PARTS),
+            *(plgpu.Barrier(num_barriers=2) for _ in range(4)),
             plgpu.Barrier(num_arrivals=2),
         ],
+        interpret=interpret,
     )
-    return f(query_BrW, cache_BSW, rows_BNW, length_B, bits_Br2)
-
-
-def plan_splits(batch, rows, num_slots, config):
-    """Number of CTAs along the prefix: fills the SMs, at most one tile each."""
-    tiles_r = pl.cdiv(rows, _TILE)
-    return max(1, min(config.num_sms // (tiles_r * batch), pl.cdiv(num_slots, _TILE) + 1))
-
-
-def combine(part_BsrC, lse_Bsr, length_B, *, rows, splits, config, max_groups=8):
-    B, _, R, C = part_BsrC.shape
-    groups = min(max_groups, pl.cdiv(splits, 8))
-    each = pl.cdiv(splits, groups)
-
-    def body(part_g, lse_g, len_g, o_g, acc_s, stat_s, done_bar):
-        b, r, wg = (lax.axis_index(a) for a in ("batch", "row", "wg"))
-        prefix_tiles = lax.div(len_g[b] + (_TILE - 1), jnp.int32(_TILE))
-        total = prefix_tiles + 1
-        per = jnp.maximum(lax.div(total + (splits - 1), jnp.int32(splits)), config.min_tiles)
-        active = lax.div(total + per - 1, per)
-        start = wg * each
-
-        if config.pdl:
-            plgpu.griddepcontrol_wait()
-
-        layout = plgpu.Layout.WG_STRIDED((C,), vec_size=4)
-
-        def own():
-            lse, rows_ = [], []
-            for i in range(each):
-                s = jnp.minimum(start + i, active - 1)
-                rows_.append(plgpu.load(part_g.at[b, s, r], layout=layout, optimized=False))
-                lse.append(jnp.where(start + i < active, lse_g[b, s, r], _LOWEST))
-            top = functools.reduce(jnp.maximum, lse)
-            weights = [jnp.exp2(x - top) for x in lse]
-            acc = functools.reduce(jnp.add, [row.astype(jnp.float32) * w for row, w in zip(rows_, weights, strict=True)])
-            return top, functools.reduce(jnp.add, weights), acc
-
-        top, weight, acc = own()
-        if groups == 1:
-            o_g[b, r] = (acc / weight).astype(jnp.bfloat16)
-            return
-        acc_s[wg] = acc
-        stat_s[wg, 0] = top
-        stat_s[wg, 1] = weight
-        plgpu.barrier_arrive(done_bar)
-        plgpu.barrier_wait(done_bar)
-
-        @pl.when(wg == 0)
-        def _():
-            tops = [stat_s[g, 0] for g in range(groups)]
-            top = functools.reduce(jnp.maximum, tops)
-            weights = [jnp.exp2(t - top) for t in tops]
-            total_weight = functools.reduce(jnp.add, [stat_s[g, 1] * w for g, w in enumerate(weights)])
-            acc = functools.reduce(
-                jnp.add, [plgpu.load(acc_s.at[g], layout=layout) * w for g, w in enumerate(weights)]
-            )
-            o_g[b, r] = (acc / total_weight).astype(jnp.bfloat16)
-
-    f = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((B, R, C), jnp.bfloat16),
-        grid=(R, B),
-        grid_names=("row", "batch"),
-        num_threads=groups,
-        thread_name="wg",
-        kernel_name="tree_mla_combine",
-        interpret=config.interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=[
-            plgpu.SMEM((groups, C), jnp.float32),
-            plgpu.SMEM((groups, 2), jnp.float32),
-            plgpu.Barrier(num_arrivals=groups),
-        ],
-    )
-    return f(part_BsrC, lse_Bsr, length_B)
-
-
-def pack_visible(visible_BNn, heads):
-    """Ancestor bits of every row (node, head): [B, 2, N * H] int32."""
-    B, N, _ = visible_BNn.shape
-    wide = jnp.pad(visible_BNn, ((0, 0), (0, 0), (0, _TILE - N)))
-    shift = jnp.arange(32, dtype=jnp.uint32)
-    words = jnp.sum(wide.reshape(B, N, 2, 32).astype(jnp.uint32) << shift, axis=-1, dtype=jnp.uint32)
-    words = lax.bitcast_convert_type(words, jnp.int32).transpose(0, 2, 1)
-    rows = jnp.repeat(words, heads, axis=2)
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % _TILE)))
-
-
-def tree_mla_hopper(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt, *, num_latent, scale, config=Config()):
-    B, N, H, W = query_BTHW.shape
-    bits = pack_visible(visible_BTt, H)
-    rows = jnp.pad(rows_BTW, ((0, 0), (0, -N % 8), (0, 0)))
-    q = query_BTHW.reshape(B, N * H, W)
-    splits = plan_splits(B, N * H, cache_BSW.shape[1], config)
-    part, lse = partials(q, cache_BSW, rows, length_B, bits, num_latent=num_latent, scale=scale, splits=splits, config=config)
-    out = combine(part, lse, length_B, rows=N * H, splits=splits, config=config, max_groups=config.max_groups)
-    return out.reshape(B, N, H, num_latent)
+    return kernel(query_BnW, cache_BSW, rows_BTW, length_B, words_Bwn)

@@ -1,4 +1,14 @@
-"""draft portable"""
+"""Tree MLA on `plgpu.mma`, for every GPU from Ampere on: 32 rows (nodes x heads) a block, one warpgroup, tiles of 16 slots.
+
+::
+
+    copies   | tile 0  tile 1 | tile 2 | tile 3 |           each into the buffer that the last tile has just left
+    compute  |                | tile 0 | tile 1 | tile 2    time ->
+
+Query, three buffers of tiles and the weights take 95 KB of shared memory, so that the form fits into the 99 KB (101,376
+bytes) of sm_86, sm_89 and sm_120. From Hopper on the copy engine fills the buffers, before it ``cp.async`` does.
+Splits, mask words and values that are not finite are treated as in the Hopper form.
+"""
 
 import math
 from dataclasses import dataclass
@@ -8,172 +18,213 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
-_LOWEST = -1e30
+from ddtree_jax.pallas import tree_mla_split as split
+
+_ROWS = 32
+_TILE = 16
+_BF16 = jnp.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    rows: int = 32
-    slots: int = 16
-    stages: int = 3
+    """``copy_engine`` is for Hopper and later, where copies report to barriers; ``num_sms`` blocks run at once."""
+
     num_sms: int = 132
-    tma: bool = True
-    interpret: object = None
+    num_buffers: int = 3
+    copy_engine: bool = True
 
 
-def partials(query_BrW, cache_BSW, rows_BNW, length_B, bits_Br2, *, num_latent, scale, splits, config):
-    B, R, W = query_BrW.shape
-    N = rows_BNW.shape[1]
-    C = num_latent
-    tiles_r = R // config.rows
-    rows, slots, stages = config.rows, config.slots, config.stages
-    tree_tiles = N // slots
+def tree_mla_portable(
+    query_BTHW: BFloat16[Array, "B T H W"],
+    cache_BSW: BFloat16[Array, "B S W"],
+    rows_BTW: BFloat16[Array, "B T W"],
+    length_B: Int32[Array, "B"],
+    visible_BTt: Bool[Array, "B T T"],
+    *,
+    num_latent: int,
+    scale: float,
+    config: Config = Config(),
+    interpret: object = None,
+) -> BFloat16[Array, "B T H C"]:
+    """See `tree_mla.tree_mla`.
+
+    Raises:
+      NotImplementedError: for shapes and types that the tiles do not fit; the offending value is named.
+    """
+    batch, num_nodes, heads, width = query_BTHW.shape
+    _check(query_BTHW, cache_BSW, num_latent)
+    query_BnW = query_BTHW.reshape(batch, num_nodes * heads, width)
+    query_BnW = jnp.pad(query_BnW, ((0, 0), (0, -query_BnW.shape[1] % _ROWS), (0, 0)))
+    rows_BTW = jnp.pad(rows_BTW, ((0, 0), (0, -num_nodes % _TILE), (0, 0)))
+    words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _ROWS)
+    part_BnsC, lse_Bsn = _attend_splits(
+        query_BnW, cache_BSW, rows_BTW, length_B, words_Bwn, num_latent, scale, config, interpret
+    )
+    out_BnC = split.combine(
+        part_BnsC,
+        lse_Bsn,
+        length_B,
+        tree_tiles=rows_BTW.shape[1] // _TILE,
+        tile=_TILE,
+        barriers=config.copy_engine,
+        interpret=interpret,
+    )
+    return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
+
+
+def _check(query_BTHW: Array, cache_BSW: Array, num_latent: int) -> None:
+    if query_BTHW.dtype != _BF16 or cache_BSW.dtype != _BF16:
+        raise NotImplementedError(
+            f"query is {query_BTHW.dtype}, cache is {cache_BSW.dtype}; only bfloat16 is supported"
+        )
+    if num_latent not in (256, 512):
+        raise NotImplementedError(f"num_latent is {num_latent}; only 256 and 512 are supported")
+    if query_BTHW.shape[-1] - num_latent != 64:
+        raise NotImplementedError(f"the rotary part is {query_BTHW.shape[-1] - num_latent} wide; only 64 is supported")
+    if cache_BSW.shape[1] % _TILE:
+        raise NotImplementedError(f"the cache has {cache_BSW.shape[1]} slots; only multiples of {_TILE} are supported")
+
+
+def _attend_splits(
+    query_BnW: Array,
+    cache_BSW: Array,
+    rows_BTW: Array,
+    length_B: Array,
+    words_Bwn: Array,
+    num_latent: int,
+    scale: float,
+    config: Config,
+    interpret: object,
+) -> tuple[BFloat16[Array, "B n s C"], Float[Array, "B s m"]]:
+    """Each split's output, divided by its sum of weights, and the base-2 logarithm of that sum."""
+    batch, num_rows, width = query_BnW.shape
+    rotary = width - num_latent
+    row_tiles, tree_tiles = num_rows // _ROWS, rows_BTW.shape[1] // _TILE
+    splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], _TILE, config.num_sms)
     factor = scale * math.log2(math.e)
-    bf16 = jnp.bfloat16
+    ahead = config.num_buffers - 1
+    layouts = {"m_warps": _ROWS // 16}
+    acc_layout = plgpu.Layout.MMA_ACC(_BF16, **layouts)
+    row_layout = acc_layout.reduce(1)
+    lhs, rhs = plgpu.Layout.MMA_LHS(_BF16, **layouts), plgpu.Layout.MMA_RHS(_BF16, **layouts)
 
-    def body(q_g, c_g, t_g, len_g, bits_g, o_g, lse_g, q_s, kv_s, r_s, p_s, *bars):
-        b, rt, s = (lax.axis_index(a) for a in ("batch", "tile", "split"))
-        length = len_g[b]
-        prefix_tiles = lax.div(length + (slots - 1), jnp.int32(slots))
-        total = prefix_tiles + tree_tiles
-        per = lax.div(total + (splits - 1), jnp.int32(splits))
-        first = s * per
-        count = jnp.minimum(per, total - first)
-        at_rows = pl.ds(rt * rows, rows)
+    def multiply_add(acc, a, b):
+        if interpret is not None:
+            return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
+        return plgpu.mma(acc, a, b)
 
-        def copy(src, dst, *bar):
-            mode = {} if config.tma else {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
-            plgpu.copy_gmem_to_smem(src, dst, *bar, **mode)
+    def spread(row, shape):
+        return lax.broadcast_in_dim(row, shape, [0])
+
+    def body(query_g, cache_g, tree_g, length_g, words_g, out_g, lse_g, query_s, latent_s, rotary_s, weights_s, *bars):
+        b, row_tile, s = (lax.axis_index(name) for name in ("batch", "row_tile", "split"))
+        at_rows = pl.ds(row_tile * _ROWS, _ROWS)
+        length = length_g[b]
+        prefix_tiles, total, each = split.tile_counts(length, tree_tiles, splits, _TILE)
+        first = s * each
+        count = jnp.clip(total - first, 0, each)
+
+        def copy(source, into, ready):
+            if config.copy_engine:
+                plgpu.copy_gmem_to_smem(source, into, ready)
+            else:
+                plgpu.copy_gmem_to_smem(source, into, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+        def wait(number):
+            if config.copy_engine:
+                plgpu.barrier_wait(bars[0].at[number])
+            else:
+                plgpu.wait_gmem_to_smem(0)
 
         def fetch(i):
-            slot = lax.rem(i, jnp.int32(stages))
-            tile = first + i
-            bar = [bars[0].at[slot]] if config.tma else []
-            parts = [(pl.ds(0, C), kv_s), (pl.ds(C, W - C), r_s)]
+            buffer, tile = lax.rem(i, jnp.int32(config.num_buffers)), first + i
 
-            @pl.when(tile < prefix_tiles)
-            def _():
-                for source, into in parts:
-                    copy(c_g.at[b, pl.ds(tile * slots, slots), source], into.at[slot], *bar)
+            def fetch_from(source_g, start):
+                for at_columns, into in ((pl.ds(0, num_latent), latent_s), (pl.ds(num_latent, rotary), rotary_s)):
+                    ready = bars[0].at[buffer] if config.copy_engine else None
+                    copy(source_g.at[b, pl.ds(start, _TILE), at_columns], into.at[buffer], ready)
 
-            @pl.when(tile >= prefix_tiles)
-            def _():
-                for source, into in parts:
-                    copy(t_g.at[b, pl.ds((tile - prefix_tiles) * slots, slots), source], into.at[slot], *bar)
+            pl.when(tile < prefix_tiles)(lambda: fetch_from(cache_g, tile * _TILE))
+            pl.when(tile >= prefix_tiles)(lambda: fetch_from(tree_g, (tile - prefix_tiles) * _TILE))
+
+        def score(buffer):
+            x = plgpu.layout_cast(jnp.zeros((_ROWS, _TILE), jnp.float32), acc_layout)
+            for c in range(width // 64):
+                query = plgpu.load(query_s.at[:, pl.ds(c * 64, 64)], layout=lhs)
+                key = latent_s.at[buffer, :, pl.ds(c * 64, 64)] if c < num_latent // 64 else rotary_s.at[buffer]
+                x = multiply_add(x, query, plgpu.load(key.transpose((1, 0)), layout=rhs))
+            return x
+
+        def mask(x, tile):
+            column = plgpu.broadcasted_iota(jnp.int32, (_ROWS, _TILE), 1, layout=acc_layout)
+
+            def tree(x):
+                start = (tile - prefix_tiles) * _TILE
+                word_at = words_g.at[b, lax.div(start, jnp.int32(split.WORD)), at_rows]
+                word = plgpu.load(word_at, layout=row_layout, optimized=False)
+                bit = lax.shift_right_logical(spread(word, x.shape), column + (start & (split.WORD - 1))) & 1
+                return jnp.where(bit != 0, x, -jnp.inf)
+
+            def prefix(x):
+                return jnp.where(column < length - tile * _TILE, x, -jnp.inf)
+
+            return lax.cond(tile >= prefix_tiles, tree, prefix, x)
+
+        def add_tile(i, carry):
+            acc, top, total_weight = carry
+            buffer = lax.rem(i, jnp.int32(config.num_buffers))
+            wait(buffer)
+            x = mask(score(buffer), first + i)
+            new_top = jnp.maximum(top, x.max(axis=1) * factor)
+            alpha = jnp.exp2(top - new_top)
+            weights = jnp.exp2(x * factor - spread(new_top, x.shape))
+            total_weight = total_weight * alpha + weights.sum(axis=1)
+            weights_s[...] = weights.astype(_BF16)
+            # The store waits for the whole warpgroup, so nobody reads the last tile's buffer any more.
+            pl.when(i + ahead < count)(lambda: fetch(i + ahead))
+            value = plgpu.load(latent_s.at[buffer], layout=rhs)
+            value = jnp.where(jnp.abs(value.astype(jnp.float32)) < jnp.inf, value, _BF16(0))
+            acc = multiply_add(acc * spread(alpha, acc.shape), plgpu.load(weights_s, layout=lhs), value)
+            return acc, new_top, total_weight
 
         @pl.when(count > 0)
         def _():
-            copy(q_g.at[b, at_rows], q_s, *([bars[1]] if config.tma else []))
-            for i in range(stages - 1):
+            copy(query_g.at[b, at_rows], query_s, bars[1] if config.copy_engine else None)
+            for i in range(ahead):
                 pl.when(i < count)(lambda i=i: fetch(jnp.int32(i)))
-            if config.tma:
+            if config.copy_engine:
                 plgpu.barrier_wait(bars[1])
+            zeros = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), row_layout)
+            acc = plgpu.layout_cast(jnp.zeros((_ROWS, num_latent), jnp.float32), acc_layout)
+            acc, top, total_weight = lax.fori_loop(0, count, add_tile, (acc, zeros + split.LOWEST, zeros))
+            total_weight = jnp.maximum(total_weight, 1e-30)
+            out_g[b, at_rows, s] = (acc * spread(1.0 / total_weight, acc.shape)).astype(_BF16)
+            lse_g[b, s, at_rows] = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
 
-            acc_layout = plgpu.Layout.MMA_ACC(bf16, m_warps=rows // 16)
-            row_layout = acc_layout.reduce(1)
-            lhs = plgpu.Layout.MMA_LHS(bf16, m_warps=rows // 16)
-            rhs = plgpu.Layout.MMA_RHS(bf16, m_warps=rows // 16)
-            zeros = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), row_layout)
-            acc = plgpu.layout_cast(jnp.zeros((rows, C), jnp.float32), acc_layout)
-            column = plgpu.broadcasted_iota(jnp.int32, (rows, slots), 1, layout=acc_layout)
+    def buffers(tiling, swizzle, *shape):
+        return plgpu.SMEM(shape, _BF16, transforms=(plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(swizzle)))
 
-            def product(acc, a, b):
-                if config.interpret is not None:
-                    return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
-                return plgpu.mma(acc, a, b)
-
-            def spread(x, shape):
-                return lax.broadcast_in_dim(x, shape, [0])
-
-            def step(i, carry):
-                acc, m, l = carry
-                slot = lax.rem(i, jnp.int32(stages))
-                tile = first + i
-                if config.tma:
-                    plgpu.barrier_wait(bars[0].at[slot])
-                else:
-                    plgpu.wait_gmem_to_smem(0)
-                x = plgpu.layout_cast(jnp.zeros((rows, slots), jnp.float32), acc_layout)
-                for c in range(W // 64):
-                    columns = pl.ds(c * 64, 64)
-                    query = plgpu.load(q_s.at[:, columns], layout=lhs)
-                    key = kv_s.at[slot, :, columns] if c < C // 64 else r_s.at[slot]
-                    key = plgpu.load(key.transpose((1, 0)), layout=rhs)
-                    x = product(x, query, key)
-
-                def tree(x):
-                    start = (tile - prefix_tiles) * slots
-                    word = plgpu.load(bits_g.at[b, lax.div(start, jnp.int32(32)), at_rows], layout=row_layout, optimized=False)
-                    shift = column + (start & 31)
-                    return jnp.where((lax.shift_right_logical(spread(word, x.shape), shift) & 1) != 0, x, -jnp.inf)
-
-                def tail(x):
-                    return jnp.where(column < length - tile * slots, x, -jnp.inf)
-
-                x = lax.cond(tile >= prefix_tiles, tree, tail, x)
-                m_new = jnp.maximum(m, x.max(axis=1) * factor)
-                alpha = jnp.exp2(m - m_new)
-                p = jnp.exp2(x * factor - spread(m_new, x.shape))
-                l = l * alpha + p.sum(axis=1)
-                p_s[...] = p.astype(bf16)
-                # The store waits for the whole warpgroup, so nobody reads the last tile's buffer any more.
-                pl.when(i + (stages - 1) < count)(lambda: fetch(i + (stages - 1)))
-                weight = plgpu.load(p_s, layout=lhs)
-                acc = acc * spread(alpha, acc.shape)
-                value = plgpu.load(kv_s.at[slot, :, pl.ds(0, C)], layout=rhs)
-                value = jnp.where(jnp.abs(value.astype(jnp.float32)) < jnp.inf, value, bf16(0))
-                return product(acc, weight, value), m_new, l
-
-            acc, m, l = lax.fori_loop(0, count, step, (acc, zeros + _LOWEST, zeros))
-            acc = acc * spread(1.0 / jnp.maximum(l, 1e-30), acc.shape)
-            o_g[b, s, at_rows] = acc.astype(bf16)
-            lse_g[b, s, at_rows] = jnp.where(l > 0, m + jnp.log2(jnp.maximum(l, 1e-30)), _LOWEST)
-
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    f = plgpu.kernel(
+    bars = [plgpu.Barrier(num_arrivals=2, num_barriers=config.num_buffers), plgpu.Barrier()]
+    kernel = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((B, splits, R, C), bf16),
-            jax.ShapeDtypeStruct((B, splits, R), jnp.float32),
+            jax.ShapeDtypeStruct((batch, num_rows, splits, num_latent), _BF16),
+            jax.ShapeDtypeStruct((batch, splits, num_rows), jnp.float32),
         ),
-        grid=(splits, tiles_r, B),
-        grid_names=("split", "tile", "batch"),
+        grid=(splits, row_tiles, batch),
+        grid_names=("split", "row_tile", "batch"),
         kernel_name="tree_mla_portable",
-        interpret=config.interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=[
-            plgpu.SMEM((rows, W), bf16, transforms=swizzled),
-            plgpu.SMEM((stages, slots, C), bf16, transforms=swizzled),
-            plgpu.SMEM(
-                (stages, slots, W - C),
-                bf16,
-                transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64)),
-            ),
-            plgpu.SMEM((rows, slots), bf16),
-            *([plgpu.Barrier(num_arrivals=2, num_barriers=stages), plgpu.Barrier()] if config.tma else []),
+            buffers((8, 64), 128, _ROWS, width),
+            buffers((8, 64), 128, config.num_buffers, _TILE, num_latent),
+            # Half as wide, since cp.async wants the number of (8, n) pieces to be a multiple of the warps.
+            buffers((8, 32), 64, config.num_buffers, _TILE, rotary),
+            plgpu.SMEM((_ROWS, _TILE), _BF16),
+            *(bars if config.copy_engine else []),
         ],
+        interpret=interpret,
     )
-    return f(query_BrW, cache_BSW, rows_BNW, length_B, bits_Br2)
-
-
-def tree_mla_portable(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt, *, num_latent, scale, config=Config()):
-    from ddtree_jax.pallas import tree_mla_hopper as h
-
-    B, N, H, W = query_BTHW.shape
-    rows = jnp.pad(rows_BTW, ((0, 0), (0, -N % config.slots), (0, 0)))
-    q = query_BTHW.reshape(B, N * H, W)
-    q = jnp.pad(q, ((0, 0), (0, -(N * H) % config.rows), (0, 0)))
-    R = q.shape[1]
-    bits = h.pack_visible(visible_BTt, H)[:, :, :R]
-    splits = max(1, min(config.num_sms // (R // config.rows * B), pl.cdiv(cache_BSW.shape[1], config.slots)))
-    part, lse = partials(q, cache_BSW, rows, length_B, bits, num_latent=num_latent, scale=scale, splits=splits, config=config)
-    prefix = lax.div(length_B + (config.slots - 1), jnp.int32(config.slots))
-    total = prefix + rows.shape[1] // config.slots
-    per = lax.div(total + (splits - 1), jnp.int32(splits))
-    active = lax.div(total + per - 1, per)
-    live = jnp.arange(splits)[None, :, None] < active[:, None, None]
-    lse = jnp.where(live, lse, -jnp.inf)
-    w = jax.nn.softmax(lse * math.log(2.0), axis=1)
-    out = jnp.einsum("bsr,bsrc->brc", w, jnp.where(live[..., None], part, jnp.bfloat16(0)).astype(jnp.float32))
-    return out[:, : N * H].astype(jnp.bfloat16).reshape(B, N, H, num_latent)
+    return kernel(query_BnW, cache_BSW, rows_BTW, length_B, words_Bwn)
