@@ -10,7 +10,7 @@ T      tokens in this call           R      rotary head dim
 S      cache slots                   U      value head dim
 N      tree nodes with the root      E      experts
 L      draft depth                   X      experts a token
-K      candidates a depth            F      feed-forward width
+K      best of a distribution        F      feed-forward width
 D      model width                   G      quantization groups
 H      query heads                   I      packed int32 words (8 nibbles)
 J      drafter key/value heads       V      vocabulary
@@ -19,7 +19,8 @@ C      KV latent                     M      output slots of a sequence
 ====== ============================= ====== =============================
 
 O is a query head's whole width (P + R), W a row of the latent cache (C + R), Q the query heads that share one drafter
-key/value head, Z the stop-id slots of a sequence. A lower-case letter is a second axis of the same kind.
+key/value head, Z a sequence's slots for stop ids (z: for biased ids). A lower-case letter is a second axis of the same
+kind.
 """
 
 import math

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from ddtree_jax import penalties
 from ddtree_jax import sampling as sampling_lib
 from ddtree_jax import tree as tree_lib
 from ddtree_jax.cache import Cache, append, take_rows
-from ddtree_jax.sampling import SamplingArrays
+from ddtree_jax.sampling_params import MAX_TOP_LOGPROBS, SamplingArrays, is_integer
 from ddtree_jax.tree import Tree
 
 MODES = ("ar", "chain", "ddtree")
@@ -67,29 +68,41 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}; allowed: {', '.join(map(repr, MODES))}")
-        if not sampling_lib.is_integer(self.budget) or not 0 <= self.budget <= BUDGET_BUCKETS[-1]:
+        if not is_integer(self.budget) or not 0 <= self.budget <= BUDGET_BUCKETS[-1]:
             raise ValueError(f"budget is {self.budget!r}; allowed is an integer from 0 to {BUDGET_BUCKETS[-1]}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The static shape of a round: what a program is compiled for. ``depth`` 0 means that nothing is drafted."""
+    """The static shape of a round: what a program is compiled for.
+
+    ``depth`` 0 means that nothing is drafted, ``num_top_logprobs`` 0 that nobody asked for alternatives.
+    """
 
     num_nodes: int
     num_candidates: int
     depth: int
     mask_token_id: int
+    num_top_logprobs: int
 
     @classmethod
-    def of(cls, decode: DecodeConfig, depth: int, mask_token_id: int, vocab_size: int) -> "Plan":
+    def of(
+        cls, decode: DecodeConfig, depth: int, mask_token_id: int, vocab_size: int, wants_top_logprobs: bool
+    ) -> "Plan":
         """Plan for a mode; DDTree budgets share the smallest bucket that holds them."""
         if decode.mode == "ar" or decode.budget == 0:
-            return cls(num_nodes=1, num_candidates=1, depth=0, mask_token_id=mask_token_id)
-        if decode.mode == "chain":
-            return cls(num_nodes=depth + 1, num_candidates=1, depth=depth, mask_token_id=mask_token_id)
-        bucket = next(size for size in BUDGET_BUCKETS if size >= decode.budget)
+            num_nodes, num_candidates, depth = 1, 1, 0
+        elif decode.mode == "chain":
+            num_nodes, num_candidates = depth + 1, 1
+        else:
+            bucket = next(size for size in BUDGET_BUCKETS if size >= decode.budget)
+            num_nodes, num_candidates = bucket + 1, min(bucket, vocab_size)
         return cls(
-            num_nodes=bucket + 1, num_candidates=min(bucket, vocab_size), depth=depth, mask_token_id=mask_token_id
+            num_nodes=num_nodes,
+            num_candidates=num_candidates,
+            depth=depth,
+            mask_token_id=mask_token_id,
+            num_top_logprobs=min(MAX_TOP_LOGPROBS, vocab_size) if wants_top_logprobs else 0,
         )
 
 
@@ -102,6 +115,15 @@ class Context:
     drafter_cache: Cache
     length_B: Int32[Array, "B"]
     hidden_BD: Float[Array, "B D"]
+
+
+class Emitted(NamedTuple):
+    """Tokens with their log-probabilities and the best alternatives: M a sequence in the output, T in a round."""
+
+    token_BM: Int32[Array, "B M"]
+    logprob_BM: Float[Array, "B M"]
+    top_token_BMK: Int32[Array, "B M K"]
+    top_logprob_BMK: Float[Array, "B M K"]
 
 
 @jax.tree_util.register_dataclass
@@ -122,17 +144,16 @@ class Round:
 class State:
     """All that the loop carries.
 
-    ``root_B`` is the last emitted token, which no cache holds yet. ``tokens_BM`` and ``logprobs_BM`` hold the first
-    ``num_tokens_B`` emitted tokens, ``accepted_BM`` the path lengths of the first ``num_rounds_B`` rounds. ``finish_B`` is
-    RUNNING, STOPPED (a stop id, or by the host) or FULL (as many tokens as allowed).
+    ``root_B`` is the last emitted token, which no cache holds yet. Of ``emitted`` the first ``num_tokens_B`` places are
+    filled, of ``accepted_BM``, the lengths of accepted paths, the first ``num_rounds_B``. ``finish_B`` is RUNNING, STOPPED
+    (a stop id, or by the host) or FULL (as many tokens as allowed).
     """
 
     target_cache: Cache
     drafter_cache: Cache
     length_B: Int32[Array, "B"]
     root_B: Int32[Array, "B"]
-    tokens_BM: Int32[Array, "B M"]
-    logprobs_BM: Float[Array, "B M"]
+    emitted: Emitted
     num_tokens_B: Int32[Array, "B"]
     accepted_BM: Int32[Array, "B M"]
     num_rounds_B: Int32[Array, "B"]
@@ -197,15 +218,18 @@ def begin(models: Models, context: Context, sampling: SamplingArrays, plan: Plan
     batch = context.length_B.shape[0]
     zeros_B = jnp.zeros(batch, jnp.int32)
     logits_B1V = models.target.unembed(context.hidden_BD[:, None])
-    # The last prompt token stands where a tree's root would: one position before the token that is drawn.
-    drawn_B1 = sampling_lib.draw(logits_B1V, zeros_B[:, None], context.length_B - 1, zeros_B, sampling, 1)
+    zeros_BMK = jnp.zeros((batch, capacity, plan.num_top_logprobs), jnp.float32)
     state = State(
         target_cache=context.target_cache,
         drafter_cache=context.drafter_cache,
         length_B=context.length_B,
-        root_B=drawn_B1[:, 0],
-        tokens_BM=jnp.zeros((batch, capacity), jnp.int32),
-        logprobs_BM=jnp.zeros((batch, capacity), jnp.float32),
+        root_B=zeros_B,
+        emitted=Emitted(
+            token_BM=jnp.zeros((batch, capacity), jnp.int32),
+            logprob_BM=jnp.zeros((batch, capacity), jnp.float32),
+            top_token_BMK=zeros_BMK.astype(jnp.int32),
+            top_logprob_BMK=zeros_BMK,
+        ),
         num_tokens_B=zeros_B,
         accepted_BM=jnp.zeros((batch, capacity), jnp.int32),
         num_rounds_B=zeros_B,
@@ -213,7 +237,30 @@ def begin(models: Models, context: Context, sampling: SamplingArrays, plan: Plan
         rounds=jnp.int32(0),
         last=_no_round(batch, plan),
     )
-    return _emit(state, drawn_B1, sampling_lib.log_probability(logits_B1V, drawn_B1), zeros_B + 1, sampling)
+    # The last prompt token stands where a tree's root would: one position before the token that is drawn.
+    drawn_B1 = _draw(logits_B1V, tree_lib.root_only(zeros_B), context.length_B - 1, state, sampling, plan)
+    first = _emission(logits_B1V, drawn_B1, sampling, plan)
+    return _emit(replace(state, root_B=drawn_B1[:, 0]), first, zeros_B + 1, sampling)
+
+
+def _draw(
+    logits_BNV: Array, tree: Tree, length_B: Array, state: State, sampling: SamplingArrays, plan: Plan
+) -> Int32[Array, "B N"]:
+    """One token behind every node of a tree whose root lies at position ``length_B``."""
+    logits_BNV = penalties.adjusted(
+        logits_BNV, tree.token_BN, tree.visible_BNn, state.emitted.token_BM, state.num_tokens_B, sampling
+    )
+    return sampling_lib.draw(logits_BNV, tree.depth_BN, length_B, state.num_tokens_B, sampling, plan.depth + 1)
+
+
+def _emission(logits_BTV: Array, token_BT: Array, sampling: SamplingArrays, plan: Plan) -> Emitted:
+    top_token_BTK, top_logprob_BTK = sampling_lib.best(logits_BTV, plan.num_top_logprobs)
+    return Emitted(
+        token_BM=token_BT,
+        logprob_BM=sampling_lib.log_probability(logits_BTV, token_BT, sampling),
+        top_token_BMK=top_token_BTK,
+        top_logprob_BMK=top_logprob_BTK,
+    )
 
 
 def _no_round(batch: int, plan: Plan) -> Round:
@@ -228,8 +275,9 @@ def _no_round(batch: int, plan: Plan) -> Round:
     )
 
 
-def _emit(state: State, token_BT: Array, logprob_BT: Array, count_B: Array, sampling: SamplingArrays) -> State:
+def _emit(state: State, emission: Emitted, count_B: Array, sampling: SamplingArrays) -> State:
     """Appends up to ``count_B`` tokens to the output, ends at the first stop id among them or at the last one allowed."""
+    token_BT = emission.token_BM
     index_T = jnp.arange(token_BT.shape[1], dtype=jnp.int32)
     room_B = sampling.max_new_tokens_B - state.num_tokens_B
     kept_B = jnp.minimum(count_B, room_B)
@@ -239,8 +287,7 @@ def _emit(state: State, token_BT: Array, logprob_BT: Array, count_B: Array, samp
     reason_B = jnp.where(stopped_B, STOPPED, jnp.where(kept_B >= room_B, FULL, RUNNING)).astype(jnp.int32)
     return replace(
         state,
-        tokens_BM=append(state.tokens_BM, token_BT, state.num_tokens_B, kept_B),
-        logprobs_BM=append(state.logprobs_BM, logprob_BT, state.num_tokens_B, kept_B),
+        emitted=append(state.emitted, emission, state.num_tokens_B, kept_B),
         num_tokens_B=state.num_tokens_B + kept_B,
         finish_B=jnp.where(state.finish_B == RUNNING, reason_B, state.finish_B),
     )
@@ -267,14 +314,12 @@ def decode_round(models: Models, state: State, sampling: SamplingArrays, plan: P
         out = models.target(tree.token_BN, positions_BN, tree.visible_BNn, state.length_B, state.target_cache)
         logits_BNV = models.target.unembed(out.hidden_BTD)
     with jax.named_scope("accept"):
-        drawn_BN = sampling_lib.draw(
-            logits_BNV, tree.depth_BN, state.length_B, state.num_tokens_B, sampling, plan.depth + 1
-        )
+        drawn_BN = _draw(logits_BNV, tree, state.length_B, state, sampling, plan)
         path_BT, accepted_B = tree_lib.walk(tree, drawn_BN, plan.depth)
         accepted_B = jnp.where(state.finish_B == RUNNING, accepted_B, 0)
         emitted_BT = jnp.take_along_axis(drawn_BN, path_BT, axis=1)
         path_logits_BTV = jnp.take_along_axis(logits_BNV, path_BT[..., None], axis=1)
-        logprob_BT = sampling_lib.log_probability(path_logits_BTV, emitted_BT)
+        emission = _emission(path_logits_BTV, emitted_BT, sampling, plan)
     with jax.named_scope("commit"):
         state = _commit(models, state, plan, out, path_BT, accepted_B)
         last_B1 = jnp.maximum(accepted_B - 1, 0)[:, None]
@@ -291,7 +336,7 @@ def decode_round(models: Models, state: State, sampling: SamplingArrays, plan: P
             ),
             rounds=state.rounds + 1,
         )
-        return _emit(state, emitted_BT, logprob_BT, accepted_B, sampling)
+        return _emit(state, emission, accepted_B, sampling)
 
 
 def _commit(models: Models, state: State, plan: Plan, out: Any, path_BT: Array, accepted_B: Array) -> State:

@@ -15,15 +15,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ddtree_jax import checkpoint, decode, dflash, kimi, sharding
-from ddtree_jax.completion import Completion, Cut, IdStream, RoundTrace, Stats, TextStream, cut_at_stop
+from ddtree_jax.completion import Completion, IdStream, RoundTrace, StopFinder, TextStream
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.decode import DecodeConfig, Models, Plan, State
+from ddtree_jax.output import Output, Progress, completions, trace
+from ddtree_jax.prefix_cache import PrefixCache
 from ddtree_jax.prompts import Prompt, check_token_ids, read_prompts, read_token_ids
-from ddtree_jax.sampling import SamplingArrays, SamplingParams, is_integer
+from ddtree_jax.sampling_params import SamplingArrays, SamplingParams, is_integer, is_number
 from ddtree_jax.tokenizer import Tokenizer
 
-PREFILL_BUCKETS = (16, 64, 256)
-"""Chunk widths of prefill, in tokens; a longer prompt takes several of the widest."""
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+"""Sequences a batch is filled up to; the last is the largest batch."""
+
+PREFILL_BUCKETS = (16, 64, 256, 1024)
+"""Tokens that a chunk of prefill is filled up to, if it is narrower than ``prefill_chunk``."""
+
+MAX_CHUNK = 4096
 
 ALL_ROUNDS = 2**31 - 1
 STREAM_ROUNDS = 4
@@ -43,7 +50,10 @@ class Engine:
         mesh: Mesh,
         max_length: int,
         tokenizer: Tokenizer | None = None,
+        prefill_chunk: int = 256,
+        prefix_cache: bool = False,
     ):
+        _check_options(prefill_chunk, prefix_cache)
         _check_pair(target.config, drafter and drafter.config, max_length, tokenizer)
         if drafter is not None and target.capture != drafter.config.target_layer_ids:
             raise ValueError(
@@ -54,6 +64,8 @@ class Engine:
         self.tokenizer = tokenizer
         self._replicated = sharding.replicated(mesh)
         self._vocab_size = target.config.vocab_size
+        self._chunk_widths = (*(width for width in PREFILL_BUCKETS if width < prefill_chunk), prefill_chunk)
+        self._prefix_cache = PrefixCache(self._replicated) if prefix_cache else None
         out = {"out_shardings": self._replicated}
         self._init_context = jax.jit(decode.init_context, static_argnums=(1, 2), **out)
         self._prefill = jax.jit(decode.prefill, donate_argnames="context", **out)
@@ -71,6 +83,8 @@ class Engine:
         mesh: str | None = None,
         max_length: int = 4096,
         dtype: str = "bfloat16",
+        prefill_chunk: int = 256,
+        prefix_cache: bool = False,
         drafter_rope_amplitude: float | None = None,
         drafter_sliding_causal: bool = True,
     ) -> "Engine":
@@ -81,6 +95,9 @@ class Engine:
           mesh: axis sizes such as "tensor=8" or "expert=4,tensor=2"; one device by default.
           max_length: the most tokens of prompt and completion together; caches are that long.
           dtype: of weights and activations, "float32" or "bfloat16".
+          prefill_chunk: the most tokens of each prompt that one pass takes in.
+          prefix_cache: whether the caches of a batch are kept until the next one, whose prompts skip what they have in
+            common with a sequence of it. In bfloat16 its rows may differ from those of a prefill by rounding.
           drafter_rope_amplitude: factor on the drafter's cos and sin, instead of what its config gives; some published
             drafters want 0.1 ln(factor) + 1.
           drafter_sliding_causal: whether sliding layers of the drafter are causal inside a block.
@@ -90,6 +107,7 @@ class Engine:
         """
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(map(repr, _DTYPES))}")
+        _check_options(prefill_chunk, prefix_cache)
         for name, folder in (("target", target), ("drafter", drafter)):
             if not isinstance(folder, (str, Path)) and (name, folder) != ("drafter", None):
                 raise ValueError(f"{name} is {folder!r}; allowed is the folder of a converted checkpoint")
@@ -113,6 +131,8 @@ class Engine:
             mesh=device_mesh,
             max_length=max_length,
             tokenizer=tokenizer,
+            prefill_chunk=prefill_chunk,
+            prefix_cache=prefix_cache,
         )
 
     def generate(
@@ -123,7 +143,7 @@ class Engine:
         *,
         thinking: bool = True,
     ) -> list[Completion]:
-        """Completes prompts, all in one batch.
+        """Completes prompts, at most 64, all in one batch.
 
         Args:
           prompts: a string, a list of strings, token ids, a list of lists of token ids, or one conversation as chat messages.
@@ -136,8 +156,7 @@ class Engine:
         """
         job = self._job(self._read_prompts(prompts, thinking), sampling, decode)
         rounds = STREAM_ROUNDS if any(params.stop for params in job.params) else ALL_ROUNDS
-        progress = deque(self._run(job, rounds), maxlen=1).pop()
-        return [self._completion(job, progress, index) for index in range(len(job.prompts))]
+        return self._completions(job, deque(self._run(job, rounds), maxlen=1).pop())
 
     def stream(
         self,
@@ -159,7 +178,7 @@ class Engine:
     ) -> Iterator[RoundTrace]:
         """Decodes one prompt a round at a time and yields what each round drafted and accepted."""
         job = self._job(self._one_prompt(prompt, True), sampling, decode)
-        return (trace for progress in self._run(job, 1) if (trace := _trace(progress.state)) is not None)
+        return (traced for progress in self._run(job, 1) if (traced := trace(progress.state)) is not None)
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """The target's teacher-forced logits, float32 [T, V]: row t is the prediction behind token t."""
@@ -167,7 +186,7 @@ class Engine:
         with self._precision():
             logits = [
                 np.asarray(self._unembed(self.models.target, hidden_BTD)[0])
-                for _, hidden_BTD in self._prefill_chunks([token_ids])
+                for _, hidden_BTD in self._prefill_chunks(self._new_context(1), [token_ids])
             ]
         return np.concatenate(logits)[: len(token_ids)]
 
@@ -177,7 +196,7 @@ class Engine:
         token_ids = self._token_ids(token_ids)
         root_B = np.array(token_ids[-1:], np.int32)
         with self._precision():
-            context, _ = deque(self._prefill_chunks([token_ids[:-1]]), maxlen=1).pop()
+            context, _ = deque(self._prefill_chunks(self._new_context(1), [token_ids[:-1]]), maxlen=1).pop()
             logits_BLV = self._draft_logits(
                 self.models,
                 self._put(root_B),
@@ -219,6 +238,8 @@ class Engine:
 
     def _job(self, prompts: list[Prompt], sampling: Any, decode_config: DecodeConfig) -> "_Job":
         """Checks everything that can be wrong before anything is computed."""
+        if len(prompts) > BATCH_BUCKETS[-1]:
+            raise ValueError(f"prompts holds {len(prompts)} prompts; allowed are at most {BATCH_BUCKETS[-1]}")
         if not isinstance(decode_config, DecodeConfig):
             raise ValueError(f"decode is {decode_config!r}; a DecodeConfig is needed")
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
@@ -232,38 +253,73 @@ class Engine:
             check_token_ids(
                 prompt.token_ids, name, self._vocab_size, most, f"max_length {self.max_length}, less 1 new token"
             )
-            for token in one.stop_token_ids:
-                if not 0 <= token < self._vocab_size:
-                    raise ValueError(f"stop_token_ids has {token}; allowed are 0 to {self._vocab_size - 1}")
+            for name, ids in (("stop_token_ids", one.stop_token_ids), ("logit_bias", one.logit_bias)):
+                for token in ids:
+                    if not 0 <= token < self._vocab_size:
+                        raise ValueError(f"{name} has {token}; allowed are 0 to {self._vocab_size - 1}")
             if one.stop and self.tokenizer is None:
                 raise ValueError(f"stop is {one.stop!r}, but the checkpoint has no tokenizer; allowed: stop_token_ids")
         depth, mask_token_id = 0, 0
         if decode_config.mode != "ar" and decode_config.budget > 0:
             drafter_config = self._drafter_config(f"mode {decode_config.mode!r}")
             depth, mask_token_id = drafter_config.depth, drafter_config.mask_token_id
-        plan = Plan.of(decode_config, depth, mask_token_id, self._vocab_size)
-        room = [self.max_length - len(prompt.token_ids) for prompt in prompts]
-        arrays = SamplingArrays.stack(params, self.models.target.config.eos_token_ids, room)
+        wants_top_logprobs = any(one.top_logprobs for one in params)
+        plan = Plan.of(decode_config, depth, mask_token_id, self._vocab_size, wants_top_logprobs)
+        arrays = SamplingArrays.stack(
+            params,
+            [prompt.token_ids for prompt in prompts],
+            batch=next(size for size in BATCH_BUCKETS if size >= len(prompts)),
+            max_length=self.max_length,
+            vocab_size=self._vocab_size,
+            eos_token_ids=self.models.target.config.eos_token_ids,
+        )
         return _Job(prompts, list(params), self._put(arrays), plan, min(decode_config.budget, plan.num_nodes - 1))
 
-    def _prefill_chunks(self, prompts: list[list[int]]) -> Iterator[tuple[decode.Context, jax.Array]]:
-        """Runs the prompts through both models; yields the growing caches and the hidden states of each chunk."""
+    def _new_context(self, batch: int) -> decode.Context:
+        return self._init_context(self.models, batch, self.max_length)
+
+    def _prefill_chunks(
+        self, context: decode.Context, prompts: list[list[int]]
+    ) -> Iterator[tuple[decode.Context, jax.Array]]:
+        """Appends the prompts to a context; yields it as it grows, and the hidden states of each chunk."""
         longest = max(1, *map(len, prompts))
-        width = next((bucket for bucket in PREFILL_BUCKETS if bucket >= longest), PREFILL_BUCKETS[-1])
-        context = self._init_context(self.models, len(prompts), self.max_length)
-        for start in range(0, longest, width):
+        start = 0
+        while start < longest:
+            width = next((width for width in self._chunk_widths if width >= longest - start), self._chunk_widths[-1])
             chunks = [prompt[start : start + width] for prompt in prompts]
             token_BT = np.array([chunk + [0] * (width - len(chunk)) for chunk in chunks], np.int32)
             count_B = np.array([len(chunk) for chunk in chunks], np.int32)
             context, hidden_BTD = self._prefill(self.models, context, *self._put((token_BT, count_B)))
             yield context, hidden_BTD
+            start += width
 
-    def _run(self, job: "_Job", rounds_per_slice: int) -> Iterator["_Progress"]:
+    def _context_of_prefixes(self, job: "_Job") -> tuple[decode.Context, list[int]]:
+        """Where the prompts can go on from, and how many tokens of each lie behind that already."""
+        batch = len(job.sampling.seed_B)
+        prefixes = None
+        if self._prefix_cache is not None:
+            prefixes = self._prefix_cache.take([prompt.token_ids for prompt in job.prompts], batch)
+        if prefixes is None:
+            return self._new_context(batch), [0] * batch
+        target = self.models.target
+        hidden_BD = jnp.zeros((batch, target.config.hidden_size), target.norm_D[...].dtype)
+        context = decode.Context(
+            target_cache=prefixes.target_cache,
+            drafter_cache=prefixes.drafter_cache,
+            length_B=self._put(np.array(prefixes.lengths, np.int32)),
+            hidden_BD=self._put(hidden_BD),
+        )
+        return context, prefixes.lengths
+
+    def _run(self, job: "_Job", rounds_per_slice: int) -> Iterator[Progress]:
         """Prefills, then yields after each slice of rounds until every sequence has finished."""
         started = time.perf_counter()
+        finders = [StopFinder(self.tokenizer, one.stop) if one.stop else None for one in job.params]
         with self._precision():
-            chunks = enumerate(self._prefill_chunks([prompt.token_ids for prompt in job.prompts]), 1)
-            num_chunks, (context, _) = deque(chunks, maxlen=1).pop()
+            context, num_cached = self._context_of_prefixes(job)
+            token_ids = [prompt.token_ids for prompt in job.prompts] + [[]] * (len(num_cached) - len(job.prompts))
+            rests = [ids[num:] for ids, num in zip(token_ids, num_cached, strict=True)]
+            num_chunks, (context, _) = deque(enumerate(self._prefill_chunks(context, rests), 1), maxlen=1).pop()
             # The caches need no part in drawing the first token: they move from the context to the state as they are.
             bare = replace(context, target_cache=[], drafter_cache=[])
             state = self._begin(self.models, bare, job.sampling, plan=job.plan, capacity=self.max_length)
@@ -273,66 +329,50 @@ class Engine:
         prefilled = time.perf_counter()
         limit = 0
         while True:
-            yield _Progress(state, num_chunks, prefilled - started, time.perf_counter() - prefilled)
+            state = self._stop_at_strings(finders, state)
+            yield Progress(state, num_chunks, num_cached, prefilled - started, time.perf_counter() - prefilled)
             if not np.any(np.asarray(state.finish_B) == decode.RUNNING):
-                return
-            state = self._finish_at_stop_strings(job, state)
+                break
             limit = min(limit + rounds_per_slice, ALL_ROUNDS)
             with self._precision():
                 state = self._decode_rounds(
                     self.models, state, job.sampling, budget, self._put(np.int32(limit)), plan=job.plan
                 )
             jax.block_until_ready(state.root_B)
+        if self._prefix_cache is not None:
+            self._prefix_cache.keep(self._committed(job, state), state.target_cache, state.drafter_cache)
 
-    def _finish_at_stop_strings(self, job: "_Job", state: State) -> State:
+    def _committed(self, job: "_Job", state: State) -> list[list[int]]:
+        """Tokens that lie in both caches. Plain decoding leaves the drafter's where the prompt ends."""
+        is_drafted = self.models.drafter is None or job.plan.depth > 0
+        emitted = Output.of(state)
+        rows = [
+            prompt.token_ids + (emitted.token_ids(index) if is_drafted else [])
+            for index, prompt in enumerate(job.prompts)
+        ]
+        return [row[:length] for row, length in zip(rows, np.asarray(state.length_B).tolist(), strict=False)]
+
+    def _stop_at_strings(self, finders: list[StopFinder | None], state: State) -> State:
         """Ends the sequences whose text holds one of their stop strings; ids alone cannot tell the device."""
-        if not any(params.stop for params in job.params):
+        if not any(finders):
             return state
-        finish_B = np.array(state.finish_B)
-        for index, params in enumerate(job.params):
-            if finish_B[index] != decode.RUNNING:
-                continue
-            if self._cut(params, state, index, ended_by_id=False).at_string:
+        output, finish_B = Output.of(state), np.array(state.finish_B)
+        for index, finder in enumerate(finders):
+            if finder and finish_B[index] == decode.RUNNING and finder.finds(output.token_ids(index)):
                 finish_B[index] = decode.STOPPED
         return replace(state, finish_B=self._put(finish_B))
 
-    def _cut(self, params: SamplingParams, state: State, index: int, ended_by_id: bool) -> Cut:
-        return cut_at_stop(
-            _token_ids(state, index),
-            is_running=int(state.finish_B[index]) == decode.RUNNING,
-            ended_by_id=ended_by_id,
-            stop=params.stop,
-            tokenizer=self.tokenizer,
-        )
-
-    def _completion(self, job: "_Job", progress: "_Progress", index: int) -> Completion:
-        state, params = progress.state, job.params[index]
-        ended_by_id = int(state.finish_B[index]) == decode.STOPPED and self._ends_with_stop(job, state, index)
-        cut = self._cut(params, state, index, ended_by_id)
-        num_rounds = int(state.num_rounds_B[index])
-        return Completion(
-            token_ids=cut.token_ids,
-            text=cut.text,
-            finish_reason="stop" if ended_by_id or cut.at_string else "length",
-            logprobs=np.asarray(state.logprobs_BM[index])[: len(cut.token_ids)].tolist() if params.logprobs else None,
-            stats=Stats(
-                rounds=num_rounds,
-                accepted_lengths=np.asarray(state.accepted_BM[index])[:num_rounds].tolist(),
-                target_passes=progress.num_chunks + num_rounds,
-                prefill_seconds=progress.prefill_seconds,
-                decode_seconds=progress.decode_seconds,
-            ),
-        )
-
-    def _ends_with_stop(self, job: "_Job", state: State, index: int) -> bool:
-        return _token_ids(state, index)[-1] in np.asarray(job.sampling.stop_BZ[index]).tolist()
+    def _completions(self, job: "_Job", progress: Progress) -> list[Completion]:
+        return completions(progress, job.params, self.models.target.config.eos_token_ids, self.tokenizer)
 
     def _pieces(self, job: "_Job") -> Iterator[str | list[int]]:
         """What each slice adds."""
         sent = TextStream(self.tokenizer, job.params[0].stop) if job.prompts[0].is_text else IdStream()
         for progress in self._run(job, STREAM_ROUNDS):
-            is_running = int(progress.state.finish_B[0]) == decode.RUNNING
-            piece = sent.advance(self._completion(job, progress, 0), is_running)
+            if int(progress.state.finish_B[0]) == decode.RUNNING:
+                piece = sent.advance(Output.of(progress.state).token_ids(0))
+            else:
+                piece = sent.finish(self._completions(job, progress)[0])
             if piece:
                 yield piece
 
@@ -348,39 +388,6 @@ class _Job:
     budget: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """The loop's state after a slice of rounds, and what it has cost so far. The next slice consumes the state."""
-
-    state: State
-    num_chunks: int
-    prefill_seconds: float
-    decode_seconds: float
-
-
-def _token_ids(state: State, index: int) -> list[int]:
-    return np.asarray(state.tokens_BM[index])[: int(state.num_tokens_B[index])].tolist()
-
-
-def _trace(state: State) -> RoundTrace | None:
-    """The last round of sequence 0; None before the first one."""
-    last = state.last
-    accepted = int(last.accepted_B[0])
-    if accepted == 0:
-        return None
-    token_N, depth_N, parent_N = (
-        np.asarray(column[0])[: int(last.count_B[0])].tolist()
-        for column in (last.token_BN, last.depth_BN, last.parent_BN)
-    )
-    return RoundTrace(
-        start=int(state.length_B[0]) - accepted,
-        token_ids=token_N,
-        depths=depth_N,
-        parents=parent_N,
-        accepted=np.asarray(last.path_BT[0])[:accepted].tolist(),
-    )
-
-
 def _read_drafter_config(directory: str | Path, rope_amplitude: Any, sliding_causal: Any) -> DFlashConfig:
     """A drafter's config with the two switches on which published engines differ."""
     config = DFlashConfig.from_hf(checkpoint.read_metadata(directory, "dflash").config)
@@ -388,10 +395,16 @@ def _read_drafter_config(directory: str | Path, rope_amplitude: Any, sliding_cau
         raise ValueError(f"drafter_sliding_causal is {sliding_causal!r}; allowed are True and False")
     if rope_amplitude is None:
         return replace(config, sliding_causal=sliding_causal)
-    is_number = isinstance(rope_amplitude, (int, float)) and not isinstance(rope_amplitude, bool)
-    if not is_number or not 0 < rope_amplitude < math.inf:
+    if not is_number(rope_amplitude) or not 0 < rope_amplitude < math.inf:
         raise ValueError(f"drafter_rope_amplitude is {rope_amplitude!r}; allowed is a finite number above 0")
     return replace(config, sliding_causal=sliding_causal, rope_amplitude=float(rope_amplitude))
+
+
+def _check_options(prefill_chunk: Any, prefix_cache: Any) -> None:
+    if not is_integer(prefill_chunk) or not 1 <= prefill_chunk <= MAX_CHUNK:
+        raise ValueError(f"prefill_chunk is {prefill_chunk!r}; allowed is an integer from 1 to {MAX_CHUNK}")
+    if not isinstance(prefix_cache, bool):
+        raise ValueError(f"prefix_cache is {prefix_cache!r}; allowed are True and False")
 
 
 def _check_pair(target: KimiConfig, drafter: DFlashConfig | None, max_length: Any, tokenizer: Tokenizer | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ddtree_jax.sampling_params import is_integer
 from ddtree_jax.tokenizer import Tokenizer
 
 _ALLOWED = "a string, a list of strings, token ids, a list of lists of token ids, or chat messages"
@@ -37,7 +38,7 @@ def read_prompts(prompts: Any, tokenizer: Tokenizer | None, thinking: bool) -> l
         return [Prompt(_tokenizer(tokenizer).encode(prompt), True) for prompt in prompts]
     if all(isinstance(prompt, Mapping) for prompt in prompts):
         return [Prompt(_tokenizer(tokenizer).encode_chat(prompts, thinking=thinking), True)]
-    if all(_is_id(prompt) for prompt in prompts):
+    if all(is_integer(prompt) for prompt in prompts):
         return [Prompt([int(token) for token in prompts], False)]
     return [Prompt(_read_one_of_many(prompt, index), False) for index, prompt in enumerate(prompts)]
 
@@ -46,7 +47,11 @@ def read_token_ids(token_ids: Any, name: str) -> list[int]:
     """One list of token ids. Raises ValueError if it is anything else."""
     if isinstance(token_ids, np.ndarray):
         token_ids = token_ids.tolist()
-    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)) or not all(map(_is_id, token_ids)):
+    if (
+        not isinstance(token_ids, Sequence)
+        or isinstance(token_ids, (str, bytes))
+        or not all(map(is_integer, token_ids))
+    ):
         raise ValueError(f"{name} is {token_ids!r}; a list of token ids is needed")
     return [int(token) for token in token_ids]
 
@@ -67,10 +72,6 @@ def _read_one_of_many(prompt: Any, index: int) -> list[int]:
         return read_token_ids(prompt, f"prompts[{index}]")
     except ValueError as error:
         raise ValueError(f"{error}, as prompts may be {_ALLOWED}") from None
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:

@@ -5,125 +5,14 @@ softmax (Gumbel-max). The noise is a function of the absolute position of the to
 comes out whichever node, tree, batch or mode asked for it. Greedy decoding is the case without noise.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32
 
-MAX_STOP_IDS = 16
-# Far beyond use; much larger ones have no reciprocal in float32.
-_MAX_TEMPERATURE = 1e6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How a sequence is sampled and when it ends.
-
-    Filters apply in the order temperature, ``top_k`` (0: off), ``top_p``, ``min_p``, each to what the one before left, as
-    in ``transformers``; ``temperature`` 0 is greedy. ``stop_token_ids`` come on top of the model's own end-of-sequence ids;
-    ``stop`` are strings, which are cut from the text. Until ``min_new_tokens`` no stop id is drawn.
-
-    Raises:
-      ValueError: a value out of range, named.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    stop_token_ids: Sequence[int] = ()
-    stop: Sequence[str] = ()
-    logprobs: bool = False
-
-    def __post_init__(self) -> None:
-        for name, low, high, what in (
-            ("temperature", 0.0, _MAX_TEMPERATURE, f"a finite number from 0 to {_MAX_TEMPERATURE:g}"),
-            ("top_p", math.ulp(0.0), 1.0, "a number above 0, up to 1"),
-            ("min_p", 0.0, 1.0, "a number from 0 to 1"),
-        ):
-            value = getattr(self, name)
-            if not _is_number(value) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; allowed is {what}")
-        for name, low, high in (
-            ("top_k", 0, 2**31 - 1),
-            ("seed", 0, 2**32 - 1),
-            ("max_new_tokens", 1, 2**31 - 1),
-            ("min_new_tokens", 0, self.max_new_tokens),
-        ):
-            value = getattr(self, name)
-            if not is_integer(value) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; allowed is an integer from {low} to {high}")
-        _check_sequence("stop_token_ids", self.stop_token_ids, is_integer, "integers")
-        if isinstance(self.stop, str):
-            raise ValueError(f"stop is {self.stop!r}; allowed is a list of strings, not a string")
-        _check_sequence("stop", self.stop, lambda text: isinstance(text, str) and text != "", "non-empty strings")
-        if not isinstance(self.logprobs, bool):
-            raise ValueError(f"logprobs is {self.logprobs!r}; allowed are True and False")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
-def is_integer(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _check_sequence(name: str, values: Any, is_allowed: Any, what: str) -> None:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not all(map(is_allowed, values)):
-        raise ValueError(f"{name} is {values!r}; allowed is a list of {what}")
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class SamplingArrays:
-    """`SamplingParams` of a batch on the device. ``stop_BZ`` is filled up with -1; ``sequence_B`` numbers the prompts."""
-
-    temperature_B: Float[Array, "B"]
-    top_k_B: Int32[Array, "B"]
-    top_p_B: Float[Array, "B"]
-    min_p_B: Float[Array, "B"]
-    seed_B: UInt32[Array, "B"]
-    sequence_B: Int32[Array, "B"]
-    max_new_tokens_B: Int32[Array, "B"]
-    min_new_tokens_B: Int32[Array, "B"]
-    stop_BZ: Int32[Array, "B Z"]
-
-    @classmethod
-    def stack(
-        cls, params: Sequence[SamplingParams], eos_token_ids: Sequence[int], room: Sequence[int]
-    ) -> "SamplingArrays":
-        """Arrays for a batch; ``room`` is the most new tokens that each sequence has space for."""
-        stop_BZ = np.full((len(params), MAX_STOP_IDS), -1, np.int32)
-        for row, one in zip(stop_BZ, params, strict=True):
-            ids = [*dict.fromkeys((*eos_token_ids, *one.stop_token_ids))]
-            if len(ids) > MAX_STOP_IDS:
-                raise ValueError(f"stop_token_ids and the model's own are {len(ids)}; allowed are {MAX_STOP_IDS}")
-            row[: len(ids)] = ids
-        most = [min(one.max_new_tokens, space) for one, space in zip(params, room, strict=True)]
-
-        def column(values: Sequence, dtype: Any) -> Array:
-            return jnp.asarray(np.array(values, dtype))
-
-        return cls(
-            temperature_B=column([one.temperature for one in params], np.float32),
-            top_k_B=column([one.top_k for one in params], np.int32),
-            top_p_B=column([one.top_p for one in params], np.float32),
-            min_p_B=column([one.min_p for one in params], np.float32),
-            seed_B=column([one.seed for one in params], np.uint32),
-            sequence_B=column(range(len(params)), np.int32),
-            max_new_tokens_B=column(most, np.int32),
-            min_new_tokens_B=column([one.min_new_tokens for one in params], np.int32),
-            stop_BZ=jnp.asarray(stop_BZ),
-        )
+from ddtree_jax.sampling_params import SamplingArrays
 
 
 def filtered(logits_V: Float[Array, "V"], top_k: Array, top_p: Array, min_p: Array) -> Float[Array, "V"]:
@@ -231,7 +120,22 @@ def is_stop(token_BT: Int32[Array, "B T"], sampling: SamplingArrays) -> Bool[Arr
     return jnp.any(token_BT[..., None] == sampling.stop_BZ[:, None], axis=-1)
 
 
-def log_probability(logits_BNV: Float[Array, "B N V"], token_BN: Int32[Array, "B N"]) -> Float[Array, "B N"]:
-    """Log-probability of the drawn tokens under the target's own distribution, before temperature and filters."""
-    chosen_BN1 = jnp.take_along_axis(logits_BNV, token_BN[..., None], axis=-1)
-    return chosen_BN1[..., 0] - jax.nn.logsumexp(logits_BNV, axis=-1)
+def log_probability(
+    logits_BTV: Float[Array, "B T V"], token_BT: Int32[Array, "B T"], sampling: SamplingArrays
+) -> Float[Array, "B T"]:
+    """Log-probability of tokens under the target's own distribution, if any sequence wants it, else 0."""
+
+    def of_tokens() -> Array:
+        chosen_BT1 = jnp.take_along_axis(logits_BTV, token_BT[..., None], axis=-1)
+        return chosen_BT1[..., 0] - jax.nn.logsumexp(logits_BTV, axis=-1)
+
+    zeros_BT = jnp.zeros(token_BT.shape, jnp.float32)
+    return jax.lax.cond(jnp.any(sampling.wants_logprobs_B), of_tokens, lambda: zeros_BT)
+
+
+def best(logits_BTV: Float[Array, "B T V"], num_best: int) -> tuple[Int32[Array, "B T K"], Float[Array, "B T K"]]:
+    """The most probable tokens of the target's own distribution, best first, and their log-probabilities."""
+    if num_best == 0:
+        return jnp.zeros((*logits_BTV.shape[:2], 0), jnp.int32), jnp.zeros((*logits_BTV.shape[:2], 0), jnp.float32)
+    top_BTK, token_BTK = jax.lax.top_k(logits_BTV, num_best)
+    return token_BTK, top_BTK - jax.nn.logsumexp(logits_BTV, axis=-1, keepdims=True)

@@ -79,6 +79,7 @@ class Tokenizer:
             if first != token:
                 raise ValueError(f"special name {name!r} stands for {first} and {token}; one id is allowed")
         self._bytes = sorted(ranks, key=ranks.__getitem__) + [name.encode() for name in names]
+        self._missing = {byte for byte in range(256) if bytes([byte]) not in ranks}
         # The encoder is told of no special token: text cannot smuggle in what the encoder does not know.
         self._encoding = tiktoken.Encoding("kimi", pat_str=PATTERN, mergeable_ranks=dict(ranks), special_tokens={})
 
@@ -100,7 +101,16 @@ class Tokenizer:
         return len(self._bytes)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ordinary text; the name of a special token inside it is text like any other."""
+        """Ids of ordinary text; the name of a special token inside it is text like any other.
+
+        Raises:
+          ValueError: the text holds a byte that no token of an incomplete vocabulary stands for.
+        """
+        if self._missing and not self._missing.isdisjoint(encoded := text.encode("utf-8", "replace")):
+            byte = next(byte for byte in encoded if byte in self._missing)
+            raise ValueError(
+                f"text holds byte 0x{byte:02x}; allowed are those of this vocabulary, which has no token for it"
+            )
         return [token for chunk in _chunks(text) for token in self._encoding.encode_ordinary(chunk)]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddtree_jax import DecodeConfig, Engine, SamplingParams, checkpoint, generate, kimi
+from ddtree_jax import DecodeConfig, Engine, SamplingParams, checkpoint, kimi
 from ddtree_jax.config import KimiConfig
 from ddtree_jax.sharding import make_mesh
 
@@ -102,7 +102,7 @@ def test_residual_stream_and_router(capturing_target, target_numbers, monkeypatc
 def test_latent_cache(golden_engine, target_numbers):
     """Cache rows are the normed latent and the rotated key, pairs interleaved."""
     prompt = target_numbers["p1_ids"].tolist()
-    ((context, _),) = golden_engine._prefill_chunks([prompt])
+    ((context, _),) = golden_engine._prefill_chunks(golden_engine._new_context(1), [prompt])
     row_TW = np.asarray(context.target_cache[1][0, : len(prompt)])
     expected_TW = np.concatenate(
         [target_numbers["p1_layer1_kv_latent"], target_numbers["p1_layer1_k_pe_interleaved"]], axis=1
@@ -116,7 +116,7 @@ def test_draft_logits(golden, converted, golden_engine, drafter_numbers, target_
     facts = json.loads((golden / "drafter_golden.json").read_text())
     engine = golden_engine
     if variant:
-        monkeypatch.setattr(generate, "PREFILL_BUCKETS", (golden_engine.max_length,))  # one program instead of three
+        monkeypatch.setattr(golden_engine, "_chunk_widths", (golden_engine.max_length,))  # one program instead of three
         engine = Engine.load(
             converted(golden / "target"),
             converted(golden / ("drafter_sliding" if variant == "sliding_" else "drafter")),
@@ -235,7 +235,7 @@ def verify(golden_engine) -> Callable:
 
     def verify(prefix: np.ndarray, token_N: np.ndarray, position_N: np.ndarray, visible_NN: np.ndarray):
         num_nodes = len(token_N)
-        ((context, _),) = golden_engine._prefill_chunks([prefix.tolist()])
+        ((context, _),) = golden_engine._prefill_chunks(golden_engine._new_context(1), [prefix.tolist()])
         padded_NN = np.eye(NUM_PLACES, dtype=bool)
         padded_NN[:num_nodes, :num_nodes] = visible_NN
         nodes = (

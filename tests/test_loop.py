@@ -118,7 +118,7 @@ def test_nothing_is_transferred_while_the_loop_runs(golden_engine, monkeypatch):
         state = golden_engine._decode_rounds(*args, **kwargs)
         jax.block_until_ready(state)
     done = golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=9), TREE)[0]
-    assert np.asarray(state.tokens_BM)[0, :9].tolist() == done.token_ids
+    assert np.asarray(state.emitted.token_BM)[0, :9].tolist() == done.token_ids
 
 
 def test_whole_batch_is_one_call_of_the_loop(golden_engine, monkeypatch):
@@ -221,17 +221,18 @@ def test_end_of_the_caches_changes_no_token(golden_engine, mode):
 
 def test_text_stream_never_ends_inside_a_character(text_engine):
     """However the tokens come in, the pieces so far are a prefix of the text, with no half of a character in it."""
-    stats = Stats(rounds=0, accepted_lengths=[], target_passes=0, prefill_seconds=0.0, decode_seconds=0.0)
+    stats = Stats(
+        rounds=0, accepted_lengths=[], target_passes=0, cached_tokens=0, prefill_seconds=0.0, decode_seconds=0.0
+    )
     for seed in range(29):
         random = np.random.default_rng(seed)
         token_ids = random.integers(0, 256, 31).tolist()
         text, shown, stream = text_engine.tokenizer.decode(token_ids), "", TextStream(text_engine.tokenizer, ())
         assert "\xe9" in text
-        for end in [*sorted(random.integers(0, 31, 7).tolist()), 31]:
-            text_now = text_engine.tokenizer.decode(token_ids[:end])
-            now = Completion(
-                token_ids=token_ids[:end], text=text_now, finish_reason="length", logprobs=None, stats=stats
-            )
-            shown += stream.advance(now, is_running=end < 31)
+        for end in sorted(random.integers(0, 31, 7).tolist()):
+            shown += stream.advance(token_ids[:end])
             assert text.startswith(shown)
-        assert shown == text
+        whole = Completion(
+            token_ids=token_ids, text=text, finish_reason="length", logprobs=None, top_logprobs=None, stats=stats
+        )
+        assert shown + stream.finish(whole) == text

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddtree_jax import DecodeConfig, Engine, SamplingParams, dflash, generate
+from ddtree_jax import DecodeConfig, Engine, SamplingParams, dflash
 from ddtree_jax.config import DFlashConfig, RopeConfig
 
 pytest_plugins = ["engines"]
@@ -23,7 +23,7 @@ def test_width_of_chunks_changes_nothing(golden_engine, monkeypatch):
         return golden_engine.score(prompts[2]), golden_engine.draft(prompts[2]), tokens, passes
 
     wide = outputs()
-    monkeypatch.setattr(generate, "PREFILL_BUCKETS", (16,))
+    monkeypatch.setattr(golden_engine, "_chunk_widths", (16,))
     narrow = outputs()
     for one, other in zip(wide[:2], narrow[:2], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)

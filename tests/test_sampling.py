@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ddtree_jax import DecodeConfig, SamplingParams, sampling
+from ddtree_jax.sampling_params import SamplingArrays
 
 pytest_plugins = ["engines"]
 
@@ -36,14 +37,13 @@ def warp(logits_V: np.ndarray, temperature: float, top_k: int, top_p: float, min
     return logits_V
 
 
-def arrays(*params: sampling.SamplingParams, room: int = 1000) -> sampling.SamplingArrays:
-    stacked = sampling.SamplingArrays.stack(params, (), [room] * len(params))
-    return jax.tree.map(jnp.asarray, stacked)
+def arrays(*params: SamplingParams) -> SamplingArrays:
+    return SamplingArrays.stack(
+        params, [[0]] * len(params), batch=len(params), max_length=1000, vocab_size=101, eos_token_ids=()
+    )
 
 
-def draw(
-    logits_BNV: np.ndarray, depth_BN: np.ndarray, length_B: np.ndarray, params: sampling.SamplingArrays, depths: int = 8
-):
+def draw(logits_BNV: np.ndarray, depth_BN: np.ndarray, length_B: np.ndarray, params: SamplingArrays, depths: int = 8):
     zeros_B = jnp.zeros(len(length_B), jnp.int32)
     int32 = (jnp.asarray(array, jnp.int32) for array in (depth_BN, length_B))
     return np.asarray(
@@ -193,11 +193,47 @@ def test_stop_on_the_last_token_allowed_is_a_stop(golden_engine, mode):
             assert (done.token_ids, done.finish_reason) == (free.token_ids[: at - 1], "length")
 
 
+@pytest.mark.parametrize("mode", ["ar", "chain", "ddtree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logprobs_are_the_scores_before_filters(golden_engine, temperature):
-    params = SamplingParams(max_new_tokens=17, temperature=temperature, top_k=5, seed=2, logprobs=True)
-    done = golden_engine.generate(PROMPT, params, TREE)[0]
+def test_logprobs_are_the_scores_before_everything(golden_engine, temperature, mode):
+    """Of the tokens and of the best alternatives: no temperature, filter, bias or penalty is in them."""
+    params = SamplingParams(
+        max_new_tokens=17, temperature=temperature, top_k=5, seed=2, logprobs=True, top_logprobs=7,
+        repetition_penalty=1.5, logit_bias={3: 1.0, 4: -100.0}, min_new_tokens=9,
+    )  # fmt: skip
+    done = golden_engine.generate(PROMPT, params, DecodeConfig(mode=mode, budget=15))[0]
     score_TV = golden_engine.score(PROMPT + done.token_ids)[len(PROMPT) - 1 : -1].astype(np.float64)
-    expected = [np.log(softmax(score_V)[token]) for score_V, token in zip(score_TV, done.token_ids, strict=True)]
-    np.testing.assert_allclose(done.logprobs, expected, rtol=0, atol=5e-5)
-    assert golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=2), TREE)[0].logprobs is None
+    logprob_TV = np.stack([np.log(softmax(score_V)) for score_V in score_TV])
+    np.testing.assert_allclose(done.logprobs, logprob_TV[np.arange(17), done.token_ids], rtol=0, atol=5e-5)
+    assert [len(best) for best in done.top_logprobs] == [7] * 17
+    for best, logprob_V in zip(done.top_logprobs, logprob_TV, strict=True):
+        tokens, logprobs = zip(*best, strict=True)
+        np.testing.assert_allclose(logprobs, np.sort(logprob_V)[: -7 - 1 : -1], rtol=0, atol=5e-5)
+        np.testing.assert_allclose(logprobs, logprob_V[list(tokens)], rtol=0, atol=5e-5)
+        assert len(set(tokens)) == 7
+
+
+def test_logprobs_come_to_those_who_asked(golden_engine):
+    params = [
+        SamplingParams(max_new_tokens=5),
+        SamplingParams(max_new_tokens=3, logprobs=True),
+        SamplingParams(max_new_tokens=4, logprobs=True, top_logprobs=1),
+    ]
+    neither, one, both = golden_engine.generate([PROMPT] * 3, params)
+    assert (neither.logprobs, neither.top_logprobs, one.top_logprobs) == (None, None, None)
+    assert (len(one.logprobs), len(both.logprobs)) == (3, 4)
+    assert [best for (best,) in both.top_logprobs] == list(zip(both.token_ids, both.logprobs, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["ar", "chain", "ddtree"])
+def test_end_of_sequence_may_be_ignored(golden_engine, mode):
+    """Then it is a token like any other, and other stop ids go on counting."""
+    decode, (eos,) = DecodeConfig(mode=mode, budget=15), golden_engine.models.target.config.eos_token_ids
+    likely = {"max_new_tokens": 19, "logit_bias": {eos: 9.0}, "temperature": 0.7, "seed": 6}
+    ended = golden_engine.generate(PROMPT, SamplingParams(**likely), decode)[0]
+    assert (ended.token_ids[-1], ended.finish_reason) == (eos, "stop")
+    free = golden_engine.generate(PROMPT, SamplingParams(**likely, ignore_eos=True), decode)[0]
+    assert free.token_ids[: len(ended.token_ids)] == ended.token_ids
+    assert (len(free.token_ids), free.finish_reason) == (19, "length")
+    asked = SamplingParams(**likely, ignore_eos=True, stop_token_ids=(eos,))
+    assert golden_engine.generate(PROMPT, asked, decode)[0].token_ids == ended.token_ids

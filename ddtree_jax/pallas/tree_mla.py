@@ -38,7 +38,7 @@ def tree_mla(
 
     A row of cache and rows is the latent (``num_latent`` wide, also the value) and the rotated key. ``visible_BTt[b, i, j]``
     says whether row i sees row j of the same call. Scores and softmax are float32. What slots from ``length_B`` on
-    hold never matters.
+    hold never matters, nor does NaN in a row to those that do not see it.
 
     This is the one place that chooses: a kernel where the program is compiled for a GPU and the kernels take the input,
     else `tree_mla_reference`.
@@ -126,6 +126,8 @@ def tree_mla_reference(
     score_BHTt = jnp.where(visible_BTt[:, None], score_BHTt * scale, -jnp.inf)
     weight = jax.nn.softmax(jnp.concatenate([score_BHTS, score_BHTt], axis=-1), axis=-1).astype(query_BTHW.dtype)
     weight_BHTS, weight_BHTt = jnp.split(weight, [num_slots], axis=-1)
+    # Zeroed likewise; who sees such a row has NaN among its scores already.
+    rows_BTW = jnp.where(jnp.isfinite(rows_BTW), rows_BTW, 0)
     return jnp.einsum("BHTS,BSC->BTHC", weight_BHTS, cache_BSW[..., :num_latent]) + jnp.einsum(
         "BHTt,BtC->BTHC", weight_BHTt, rows_BTW[..., :num_latent]
     )

@@ -1,0 +1,78 @@
+"""Logit bias and penalties: what each node of a tree adds to its own history, and nobody else's.
+
+::
+
+    emitted    a b a           node 3's history is what was emitted and its own path: a b a, b, c.
+    root       a  (node 0)     The root is the last emitted token, and so is counted already.
+               ├ b  (1)        Node 2 is no ancestor: its token counts for nothing here, whether or not
+               │ └ c  (3)      it will be rejected.
+               └ d  (2)
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from ddtree_jax.sampling_params import SamplingArrays
+
+
+def adjusted(
+    logits_BNV: Float[Array, "B N V"],
+    token_BN: Int32[Array, "B N"],
+    visible_BNn: Bool[Array, "B N N"],
+    emitted_BM: Int32[Array, "B M"],
+    num_emitted_B: Int32[Array, "B"],
+    sampling: SamplingArrays,
+) -> Float[Array, "B N V"]:
+    """The target's logits behind each node with bias and penalties in them; float32, untouched if nobody asked for any.
+
+    ``visible_BNn`` says which nodes are a node's ancestors or itself; node 0 is the root.
+    """
+    is_biased = jnp.any(sampling.biased_Bz < logits_BNV.shape[-1])
+    rates = sampling.repetition_penalty_B, sampling.presence_penalty_B, sampling.frequency_penalty_B
+    is_penalized = jnp.any((rates[0] != 1) | (rates[1] != 0) | (rates[2] != 0))
+
+    def with_bias(logits_BNV: Array) -> Array:
+        row_B1 = jnp.arange(logits_BNV.shape[0])[:, None]
+        bias_BzN = jnp.broadcast_to(sampling.bias_Bz[..., None], (*sampling.bias_Bz.shape, logits_BNV.shape[1]))
+        return logits_BNV.at[row_B1, :, sampling.biased_Bz].add(bias_BzN, mode="drop")
+
+    def with_penalties(logits_BNV: Array) -> Array:
+        return jax.vmap(_penalized)(
+            logits_BNV, token_BN, visible_BNn, emitted_BM, num_emitted_B, sampling.prompt_BV, rates
+        )
+
+    logits_BNV = jax.lax.cond(is_biased, with_bias, lambda logits_BNV: logits_BNV, logits_BNV)
+    return jax.lax.cond(is_penalized, with_penalties, lambda logits_BNV: logits_BNV, logits_BNV)
+
+
+def _penalized(
+    logits_NV: Array,
+    token_N: Array,
+    visible_Nn: Array,
+    emitted_M: Array,
+    num_emitted: Array,
+    prompt_V: Array,
+    rates: tuple[Array, Array, Array],
+) -> Array:
+    """One sequence: every id by how often it was emitted, then the ids on each node's path by their full count."""
+    is_emitted_M = jnp.arange(emitted_M.shape[0]) < num_emitted
+    count_V = jnp.zeros(logits_NV.shape[1], jnp.float32).at[emitted_M].add(is_emitted_M.astype(jnp.float32))
+
+    node_n = jnp.arange(token_N.shape[0])
+    on_path_Nn = visible_Nn & (node_n != 0)[None]
+    same_token_nn = (token_N[:, None] == token_N[None]).astype(jnp.float32)
+    count_Nn = count_V[token_N][None] + on_path_Nn.astype(jnp.float32) @ same_token_nn
+    on_path_logits_Nn = _with_rates(logits_NV[:, token_N], count_Nn, prompt_V[token_N][None], rates)
+
+    penalized_NV = _with_rates(logits_NV, count_V[None], prompt_V[None], rates)
+    column_Nn = jnp.where(on_path_Nn, token_N[None], logits_NV.shape[1])
+    return penalized_NV.at[node_n[:, None], column_Nn].set(on_path_logits_Nn, mode="drop")
+
+
+def _with_rates(logits: Array, count: Array, is_in_prompt: Array, rates: tuple[Array, Array, Array]) -> Array:
+    """Penalties for ids that stand ``count`` times in the completion."""
+    repetition, presence, frequency = rates
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(is_in_prompt | (count > 0), repeated, logits)
+    return logits - frequency * count - jnp.where(count > 0, presence, 0.0)
