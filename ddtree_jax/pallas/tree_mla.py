@@ -20,6 +20,9 @@ from jaxtyping import Array, Bool, Float, Int32
 from ddtree_jax.pallas import tree_mla_hopper as hopper
 from ddtree_jax.pallas import tree_mla_portable as portable
 
+SLOT_MULTIPLE = 16
+"""The kernels read the cache in pieces of so many slots; other lengths of the cache leave them unused."""
+
 _ROTARY = 64
 _LATENTS = (256, 512)
 

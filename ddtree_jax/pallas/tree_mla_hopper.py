@@ -49,9 +49,9 @@ class Config:
 
 
 def tree_mla_hopper(
-    query_BTHW: BFloat16[Array, "B T H W"],
-    cache_BSW: BFloat16[Array, "B S W"],
-    rows_BTW: BFloat16[Array, "B T W"],
+    query_BTHW: Float[Array, "B T H W"],
+    cache_BSW: Float[Array, "B S W"],
+    rows_BTW: Float[Array, "B T W"],
     length_B: Int32[Array, "B"],
     visible_BTt: Bool[Array, "B T T"],
     *,

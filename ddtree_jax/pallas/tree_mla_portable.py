@@ -37,9 +37,9 @@ class Config:
 
 
 def tree_mla_portable(
-    query_BTHW: BFloat16[Array, "B T H W"],
-    cache_BSW: BFloat16[Array, "B S W"],
-    rows_BTW: BFloat16[Array, "B T W"],
+    query_BTHW: Float[Array, "B T H W"],
+    cache_BSW: Float[Array, "B S W"],
+    rows_BTW: Float[Array, "B T W"],
     length_B: Int32[Array, "B"],
     visible_BTt: Bool[Array, "B T T"],
     *,
@@ -97,7 +97,7 @@ def _attend_splits(
     scale: float,
     config: Config,
     interpret: object,
-) -> tuple[BFloat16[Array, "B n s C"], Float[Array, "B s m"]]:
+) -> tuple[Float[Array, "B n s C"], Float[Array, "B s m"]]:
     """Each split's output, divided by its sum of weights, and the base-2 logarithm of that sum."""
     batch, num_rows, width = query_BnW.shape
     rotary = width - num_latent
@@ -200,7 +200,7 @@ def _attend_splits(
             acc = plgpu.layout_cast(jnp.zeros((_ROWS, num_latent), jnp.float32), acc_layout)
             acc, top, total_weight = lax.fori_loop(0, count, add_tile, (acc, zeros + split.LOWEST, zeros))
             total_weight = jnp.maximum(total_weight, 1e-30)
-            out_g[b, at_rows, s] = (acc * spread(1.0 / total_weight, acc.shape)).astype(_BF16)
+            out_g[b, at_rows, s] = acc * spread(1.0 / total_weight, acc.shape)
             lse_g[b, s, at_rows] = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
 
     def buffers(tiling, swizzle, *shape):
@@ -210,7 +210,8 @@ def _attend_splits(
     kernel = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((batch, num_rows, splits, num_latent), _BF16),
+            # float32, for stores of whole sectors (32 bytes).
+            jax.ShapeDtypeStruct((batch, num_rows, splits, num_latent), jnp.float32),
             jax.ShapeDtypeStruct((batch, splits, num_rows), jnp.float32),
         ),
         grid=(splits, row_tiles, batch),

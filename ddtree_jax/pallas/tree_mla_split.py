@@ -41,15 +41,15 @@ def pack_visible(visible_BTt: Bool[Array, "B T T"], heads: int, tile: int, row_t
     """Bit c % 32 of word c // 32 says whether the row sees row c of the call. Words and rows are filled up to whole tiles."""
     batch, num_nodes, _ = visible_BTt.shape
     wide = jnp.pad(visible_BTt, ((0, 0), (0, 0), (0, -num_nodes % max(tile, WORD))))
-    shift = jnp.arange(WORD, dtype=jnp.uint32)
-    bits = wide.reshape(batch, num_nodes, -1, WORD).astype(jnp.uint32) << shift
+    bits = wide.reshape(batch, num_nodes, -1, WORD).astype(jnp.uint32)
+    bits <<= lax.broadcasted_iota(jnp.uint32, bits.shape, 3)
     words_BTw = lax.bitcast_convert_type(jnp.sum(bits, axis=-1, dtype=jnp.uint32), jnp.int32)
     words_Bwn = jnp.repeat(words_BTw.transpose(0, 2, 1), heads, axis=2)
     return jnp.pad(words_Bwn, ((0, 0), (0, 0), (0, -words_Bwn.shape[2] % row_tile)))
 
 
 def combine(
-    part_BnsC: BFloat16[Array, "B n s C"],
+    part_BnsC: Float[Array, "B n s C"],
     lse_Bsn: Float[Array, "B s m"],
     length_B: Int32[Array, "B"],
     *,
@@ -65,7 +65,7 @@ def combine(
     """
     batch, rows, splits, width = part_BnsC.shape
     if splits == 1:
-        return part_BnsC[:, :, 0]
+        return part_BnsC[:, :, 0].astype(jnp.bfloat16)
     groups = min(_WARPGROUPS, pl.cdiv(splits, _WARPGROUPS)) if barriers else 1
     share = pl.cdiv(splits, groups)
     chunk = min(share, _LOADS_IN_FLIGHT)
