@@ -37,6 +37,7 @@ _TILE = 64
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 _PARTS = 2  # Buffers of half a tile's latents.
+_COPIES = 8  # Of a row's logarithm: a sector of 32 bytes.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +72,11 @@ def tree_mla_hopper(
     query_BnW = jnp.pad(query_BnW, ((0, 0), (0, -query_BnW.shape[1] % 8), (0, 0)))
     rows_BTW = jnp.pad(rows_BTW, ((0, 0), (0, -num_nodes % 8), (0, 0)))
     words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _TILE)
-    part_BnsC, lse_Bsn = _attend_splits(
+    part_BnsC, lse_Bnsc = _attend_splits(
         query_BnW, cache_BSW, rows_BTW, length_B, words_Bwn, num_latent, scale, config, interpret
     )
     tree_tiles = pl.cdiv(num_nodes, _TILE)
-    out_BnC = split.combine(part_BnsC, lse_Bsn, length_B, tree_tiles=tree_tiles, tile=_TILE, interpret=interpret)
+    out_BnC = split.combine(part_BnsC, lse_Bnsc, length_B, tree_tiles=tree_tiles, tile=_TILE, interpret=interpret)
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
 
 
@@ -112,7 +113,7 @@ def _attend_splits(
     scale: float,
     config: Config,
     interpret: object,
-) -> tuple[BFloat16[Array, "B n s C"], Float[Array, "B s m"]]:
+) -> tuple[BFloat16[Array, "B n s C"], Float[Array, "B n s c"]]:
     """Each split's output, divided by its sum of weights, and the base-2 logarithm of that sum."""
     batch, num_rows, width = query_BnW.shape
     num_nodes = rows_BTW.shape[1]
@@ -128,7 +129,7 @@ def _attend_splits(
 
     def body(
         query_g, cache_g, tree_g, length_g, words_g, out_g, lse_g,
-        query_s, query_rotary_s, latent_s, rotary_s, top_s, sum_s,
+        query_s, query_rotary_s, latent_s, rotary_s, top_s, sum_s, lse_s,
         query_bar, latent_bar, latent_free, rotary_bar, rotary_free, scored_bar, weights_bar, done_bar,
     ):  # fmt: skip
         b, row_tile, s, warpgroup = (lax.axis_index(name) for name in ("batch", "row_tile", "split", "warpgroup"))
@@ -320,21 +321,26 @@ def _attend_splits(
 
             @pl.when(warpgroup == 0)
             def _():
-                top_s[0] = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
+                lse = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
+                lse_s[...] = _spread(lse, lse_s.shape)
 
             plgpu.commit_smem()
             for a in range(_PARTS):
                 plgpu.copy_smem_to_gmem(
                     query_s.at[warpgroup, a, pl.ds(0, rows_a_tile)], out_g.at[b, at_rows, s, columns(warpgroup, a)]
                 )
-            pl.when(warpgroup == 0)(lambda: plgpu.copy_smem_to_gmem(top_s.at[0], lse_g.at[b, s, all_rows]))
+
+            @pl.when(warpgroup == 0)
+            def _():
+                plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(0, rows_a_tile)], lse_g.at[b, at_rows, s])
+
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((batch, num_rows, splits, num_latent), jnp.bfloat16),
-            jax.ShapeDtypeStruct((batch, splits, row_tiles * _TILE), jnp.float32),
+            jax.ShapeDtypeStruct((batch, num_rows, splits, _COPIES), jnp.float32),
         ),
         grid=(splits, row_tiles, batch),
         grid_names=("split", "row_tile", "batch"),
@@ -349,6 +355,7 @@ def _attend_splits(
             _swizzled(2, _TILE, rotary),
             plgpu.SMEM((2, _TILE), jnp.float32),
             plgpu.SMEM((2, _TILE), jnp.float32),
+            plgpu.SMEM((_TILE, _COPIES), jnp.float32),
             plgpu.Barrier(num_arrivals=2 * _PARTS + 1),
             plgpu.Barrier(num_barriers=4 * _PARTS),
             plgpu.Barrier(num_barriers=4 * _PARTS),

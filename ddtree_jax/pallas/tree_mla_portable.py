@@ -24,6 +24,7 @@ from ddtree_jax.pallas import tree_mla_split as split
 
 _ROWS = 32
 _TILE = 16
+_COPIES = 16  # Of a row's logarithm: as many as the warps' layout is wide.
 _BF16 = jnp.bfloat16
 
 
@@ -59,12 +60,12 @@ def tree_mla_portable(
     query_BnW = jnp.pad(query_BnW, ((0, 0), (0, -query_BnW.shape[1] % _ROWS), (0, 0)))
     rows_BTW = jnp.pad(rows_BTW, ((0, 0), (0, -num_nodes % _TILE), (0, 0)))
     words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _ROWS)
-    part_BnsC, lse_Bsn = _attend_splits(
+    part_BnsC, lse_Bnsc = _attend_splits(
         query_BnW, cache_BSW, rows_BTW, length_B, words_Bwn, num_latent, scale, config, interpret
     )
     out_BnC = split.combine(
         part_BnsC,
-        lse_Bsn,
+        lse_Bnsc,
         length_B,
         tree_tiles=rows_BTW.shape[1] // _TILE,
         tile=_TILE,
@@ -97,7 +98,7 @@ def _attend_splits(
     scale: float,
     config: Config,
     interpret: object,
-) -> tuple[Float[Array, "B n s C"], Float[Array, "B s m"]]:
+) -> tuple[Float[Array, "B n s C"], Float[Array, "B n s c"]]:
     """Each split's output, divided by its sum of weights, and the base-2 logarithm of that sum."""
     batch, num_rows, width = query_BnW.shape
     rotary = width - num_latent
@@ -201,7 +202,8 @@ def _attend_splits(
             acc, top, total_weight = lax.fori_loop(0, count, add_tile, (acc, zeros + split.LOWEST, zeros))
             total_weight = jnp.maximum(total_weight, 1e-30)
             out_g[b, at_rows, s] = acc * spread(1.0 / total_weight, acc.shape)
-            lse_g[b, s, at_rows] = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
+            lse = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
+            lse_g[b, at_rows, s] = plgpu.layout_cast(spread(lse, (_ROWS, _COPIES)), acc_layout)
 
     def buffers(tiling, swizzle, *shape):
         return plgpu.SMEM(shape, _BF16, transforms=(plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(swizzle)))
@@ -212,7 +214,7 @@ def _attend_splits(
         out_type=(
             # float32, for stores of whole sectors (32 bytes).
             jax.ShapeDtypeStruct((batch, num_rows, splits, num_latent), jnp.float32),
-            jax.ShapeDtypeStruct((batch, splits, num_rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, num_rows, splits, _COPIES), jnp.float32),
         ),
         grid=(splits, row_tiles, batch),
         grid_names=("split", "row_tile", "batch"),

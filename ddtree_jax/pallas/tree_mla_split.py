@@ -50,7 +50,7 @@ def pack_visible(visible_BTt: Bool[Array, "B T T"], heads: int, tile: int, row_t
 
 def combine(
     part_BnsC: Float[Array, "B n s C"],
-    lse_Bsn: Float[Array, "B s m"],
+    lse_Bnsc: Float[Array, "B n s c"],
     length_B: Int32[Array, "B"],
     *,
     tree_tiles: int,
@@ -59,6 +59,8 @@ def combine(
     interpret: object = None,
 ) -> BFloat16[Array, "B n C"]:
     """Sum over splits of ``part``, each already divided by its own sum of weights, whose base-2 logarithm is ``lse``.
+
+    ``lse`` holds each number c times, so that a row's numbers are sectors that no other block reads.
 
     A block a row. Its warpgroups take equal shares of the splits, all loads at once, and the first adds up their sums
     in order. Splits that had no tiles are never read. Without ``barriers`` (before Hopper) a block has one warpgroup.
@@ -82,7 +84,7 @@ def combine(
             for i in range(chunk):
                 s = jnp.minimum(start + i, used - 1)
                 parts.append(plgpu.load(part_g.at[b, row, s], layout=layout, optimized=False))
-                lses.append(jnp.where(start + i < used, lse_g[b, s, row], LOWEST))
+                lses.append(jnp.where(start + i < used, lse_g[b, row, s, 0], LOWEST))
             new_top = functools.reduce(jnp.maximum, lses, top)
             scale = jnp.exp2(top - new_top)
             acc, weight = acc * scale, weight * scale
@@ -134,4 +136,4 @@ def combine(
         scratch_types=shared if groups > 1 else [],
         interpret=interpret,
     )
-    return kernel(part_BnsC, lse_Bsn, length_B)
+    return kernel(part_BnsC, lse_Bnsc, length_B)
