@@ -24,7 +24,7 @@ from ddtree_jax.pallas import tree_mla_split as split
 
 _ROWS = 32
 _TILE = 16
-_COPIES = 16  # Of a row's logarithm: as many as the warps' layout is wide.
+_COPIES = 32  # Of a row's logarithm: a line of 128 bytes, as Pallas wants them written.
 _BF16 = jnp.bfloat16
 
 
