@@ -163,6 +163,32 @@ def test_mask_words_hold_the_visible_bits():
     assert not bits[:, :, 111:].any()
 
 
+@pytest.mark.parametrize("barriers", [True, False])
+@pytest.mark.parametrize(("splits", "length"), [(2, 0), (9, 500), (45, 700), (45, 130), (170, 2700), (170, 2703)])
+def test_splits_add_up(splits, length, barriers):
+    """Splits that had no tiles hold NaN, which must not be read."""
+    rng = np.random.default_rng(splits)
+    prefix, total, each = (int(x) for x in split.tile_counts(jnp.int32(length), 2, splits, 16))
+    used = -(-total // each)
+    assert prefix == -(-length // 16)
+    part = rng.standard_normal((1, 3, splits, 256), np.float32)
+    lse = rng.standard_normal((1, 3, splits), np.float32) * 5
+    part[:, :, used:], lse[:, :, used:] = np.nan, np.nan
+    out = split.combine(
+        jnp.asarray(part),
+        jnp.broadcast_to(jnp.asarray(lse)[..., None], (*lse.shape, 8)),
+        jnp.asarray([length], jnp.int32),
+        tree_tiles=2,
+        tile=16,
+        barriers=barriers,
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    weight = np.exp2(lse[:, :, :used].astype(np.float64))
+    weight /= weight.sum(-1, keepdims=True)
+    expected = np.einsum("bns,bnsc->bnc", weight, part[:, :, :used])
+    assert error(np.asarray(out, np.float32), expected) < 4e-3
+
+
 def abstract(num_nodes, heads, num_slots, dtype=jnp.bfloat16, latent=LATENT, rotary=64):
     shapes = ((1, num_nodes, heads, latent + rotary), (1, num_slots, latent + rotary), (1, num_nodes, latent + rotary))
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]

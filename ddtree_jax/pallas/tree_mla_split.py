@@ -22,7 +22,7 @@ LOWEST = -1e30
 
 WORD = 32
 _WARPGROUPS = 8
-_LOADS_IN_FLIGHT = 16
+_LOADS_IN_FLIGHT = 20
 
 
 def num_splits(batch: int, row_tiles: int, num_slots: int, tile: int, num_sms: int) -> int:
@@ -70,21 +70,24 @@ def combine(
         return part_BnsC[:, :, 0].astype(jnp.bfloat16)
     groups = min(_WARPGROUPS, pl.cdiv(splits, _WARPGROUPS)) if barriers else 1
     share = pl.cdiv(splits, groups)
-    chunk = min(share, _LOADS_IN_FLIGHT)
+    chunks = pl.cdiv(share, _LOADS_IN_FLIGHT)
+    chunk = pl.cdiv(share, chunks)
 
     def body(part_g, lse_g, len_g, out_g, *scratch):
         b, row, group = lax.axis_index("batch"), lax.axis_index("row"), lax.axis_index("group")
         _, total, each = tile_counts(len_g[b], tree_tiles, splits, tile)
         used = lax.div(total + each - 1, each)
+        end = jnp.minimum((group + 1) * share, used)
         layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
 
-        def add_chunk(start, carry):
+        def add_chunk(c, carry):
             top, weight, acc = carry
+            start = group * share + c * chunk
             parts, lses = [], []
             for i in range(chunk):
                 s = jnp.minimum(start + i, used - 1)
                 parts.append(plgpu.load(part_g.at[b, row, s], layout=layout, optimized=False))
-                lses.append(jnp.where(start + i < used, lse_g[b, row, s, 0], LOWEST))
+                lses.append(jnp.where(start + i < end, lse_g[b, row, s, 0], LOWEST))
             new_top = functools.reduce(jnp.maximum, lses, top)
             scale = jnp.exp2(top - new_top)
             acc, weight = acc * scale, weight * scale
@@ -95,11 +98,10 @@ def combine(
 
         zeros = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
         carry = (jnp.float32(LOWEST), jnp.float32(0), zeros)
-        if share == chunk:
-            top, weight, acc = add_chunk(group * share, carry)
+        if chunks == 1:
+            top, weight, acc = add_chunk(0, carry)
         else:
-            chunks = pl.cdiv(share, chunk)
-            top, weight, acc = lax.fori_loop(0, chunks, lambda c, carry: add_chunk(c * chunk, carry), carry)
+            top, weight, acc = lax.fori_loop(0, chunks, add_chunk, carry)
         if groups == 1:
             out_g[b, row] = (acc / weight).astype(jnp.bfloat16)
             return
