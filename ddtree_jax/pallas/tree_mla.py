@@ -95,7 +95,7 @@ def _kernel() -> Any:
         raise NotImplementedError(
             f"{jax.device_count()} devices outside shard_map; the partitioner cannot divide a kernel"
         )
-    device = jax.devices()[0]
+    device = jax.config.jax_default_device or jax.devices()[0]
     major = int(getattr(device, "compute_capability", "9.0").split(".")[0])
     num_sms = getattr(device, "core_count", hopper.Config().num_sms)
     if major == 9:
