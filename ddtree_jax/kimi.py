@@ -17,7 +17,7 @@ from ddtree_jax.config import INT4_GROUP_SIZE, KimiConfig
 from ddtree_jax.layers import Layer, gain, gated_mlp, rms_norm, rotate
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, int4_moe
 from ddtree_jax.pallas.int4_moe import pack_experts as pack_shard
-from ddtree_jax.pallas.tree_mla import tree_mla
+from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE, tree_mla
 from ddtree_jax.quant import NIBBLES
 from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters
 
@@ -278,9 +278,10 @@ class Kimi(Layer):
         return jnp.einsum("BTD,VD->BTV", hidden_BTD, self.unembedding_VD[...], preferred_element_type=jnp.float32)
 
     def init_cache(self, batch: int, num_slots: int) -> list[Float[Array, "B S W"]]:
-        """An empty latent cache: 1 array a layer, [B, S, C + R] in the compute dtype."""
+        """An empty latent cache: 1 array a layer, [B, S, C + R] in the compute dtype, S filled up for the kernels."""
         width = self.config.kv_lora_rank + self.config.qk_rope_head_dim
         dtype = self.embedding_VD[...].dtype
+        num_slots += -num_slots % SLOT_MULTIPLE
         return [jnp.zeros((batch, num_slots, width), dtype) for _ in self.blocks]
 
     def __call__(

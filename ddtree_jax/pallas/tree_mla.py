@@ -10,9 +10,21 @@
     n3      x  x  x  x  .  .  .        x  x     x
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
+
+from ddtree_jax.pallas import tree_mla_hopper as hopper
+from ddtree_jax.pallas import tree_mla_portable as portable
+
+SLOT_MULTIPLE = 16
+"""The kernels read the cache in pieces of so many slots; other lengths of the cache leave them unused."""
+
+_ROTARY = 64
+_LATENTS = (256, 512)
 
 
 def tree_mla(
@@ -30,7 +42,81 @@ def tree_mla(
     A row of cache and rows is the latent (``num_latent`` wide, also the value) and the rotated key. ``visible_BTt[b, i, j]``
     says whether row i sees row j of the same call. Scores and softmax are float32. What slots from ``length_B`` on
     hold never matters, nor does NaN in a row to those that do not see it.
+
+    This is the one place that chooses: a kernel where the program is compiled for a GPU and the kernels take the input,
+    else `tree_mla_reference`.
     """
+    arrays = (query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt)
+    options = {"num_latent": num_latent, "scale": scale}
+    reference = functools.partial(tree_mla_reference, **options)
+    try:
+        return jax.lax.platform_dependent(*arrays, cuda=functools.partial(tree_mla_gpu, **options), default=reference)
+    except NotImplementedError:
+        return reference(*arrays)
+
+
+def tree_mla_gpu(
+    query_BTHW: Float[Array, "B T H W"],
+    cache_BSW: Float[Array, "B S W"],
+    rows_BTW: Float[Array, "B T W"],
+    length_B: Int32[Array, "B"],
+    visible_BTt: Bool[Array, "B T T"],
+    *,
+    num_latent: int,
+    scale: float,
+) -> Float[Array, "B T H C"]:
+    """`tree_mla` by the kernel for the GPU at hand. Narrow models are filled up with zeros, which copies their cache.
+
+    Raises:
+      NotImplementedError: no kernel takes this input; the offending value is named.
+    """
+    rotary = query_BTHW.shape[-1] - num_latent
+    wide = next((width for width in _LATENTS if width >= num_latent), None)
+    if wide is None or rotary > _ROTARY:
+        raise NotImplementedError(f"a latent of {num_latent} and {rotary}; at most {_LATENTS[-1]} and {_ROTARY} fit")
+    if (num_latent, rotary) != (wide, _ROTARY):
+        widen = functools.partial(_widen, num_latent=num_latent, latent=wide - num_latent, rotary=_ROTARY - rotary)
+        query_BTHW, cache_BSW, rows_BTW = widen(query_BTHW), widen(cache_BSW), widen(rows_BTW)
+    out_BTHC = _kernel()(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt, num_latent=wide, scale=scale)
+    return out_BTHC[..., :num_latent]
+
+
+def _widen(x: Array, num_latent: int, latent: int, rotary: int) -> Array:
+    keep = [(0, 0)] * (x.ndim - 1)
+    parts = jnp.split(x, [num_latent], axis=-1)
+    return jnp.concatenate(
+        [jnp.pad(part, [*keep, (0, n)]) for part, n in zip(parts, (latent, rotary), strict=True)], -1
+    )
+
+
+def _kernel() -> Any:
+    """The Hopper form on compute capability 9, the portable one from 8 on. Without a GPU, Pallas compiles for 9 as well."""
+    if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
+        raise NotImplementedError(
+            f"{jax.device_count()} devices outside shard_map; the partitioner cannot divide a kernel"
+        )
+    device = jax.config.jax_default_device or jax.devices()[0]
+    major = int(getattr(device, "compute_capability", "9.0").split(".")[0])
+    num_sms = getattr(device, "core_count", hopper.Config().num_sms)
+    if major == 9:
+        return functools.partial(hopper.tree_mla_hopper, config=hopper.Config(num_sms=num_sms))
+    if major < 8:
+        raise NotImplementedError(f"compute capability {device.compute_capability}; at least 8.0 is needed")
+    config = portable.Config(num_sms=num_sms, copy_engine=major >= 9)
+    return functools.partial(portable.tree_mla_portable, config=config)
+
+
+def tree_mla_reference(
+    query_BTHW: Float[Array, "B T H W"],
+    cache_BSW: Float[Array, "B S W"],
+    rows_BTW: Float[Array, "B T W"],
+    length_B: Int32[Array, "B"],
+    visible_BTt: Bool[Array, "B T T"],
+    *,
+    num_latent: int,
+    scale: float,
+) -> Float[Array, "B T H C"]:
+    """`tree_mla` in plain JAX: the path of a CPU, of float32, and of what the kernels refuse."""
     num_slots = cache_BSW.shape[1]
     slot_BS = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (length_B.shape[0], num_slots))
     committed_BS = slot_BS < length_B[:, None]

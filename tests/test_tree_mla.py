@@ -1,0 +1,233 @@
+"""Tree MLA: the reference against float64, both kernels interpreted on the CPU against it, and lowered for a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ddtree_jax.pallas import tree_mla as mla
+from ddtree_jax.pallas import tree_mla_hopper as hopper
+from ddtree_jax.pallas import tree_mla_portable as portable
+from ddtree_jax.pallas import tree_mla_split as split
+
+LATENT, WIDTH, SCALE = 512, 576, 0.05
+NAN = jnp.bfloat16(np.nan)
+
+
+def run_hopper(*arrays, num_sms=6):
+    config = hopper.Config(num_sms=num_sms)
+    options = {"num_latent": LATENT, "scale": SCALE, "config": config, "interpret": plgpu.InterpretGPUParams()}
+    return np.asarray(hopper.tree_mla_hopper(*arrays, **options), np.float32)
+
+
+def run_portable(*arrays, num_sms=6):
+    config = portable.Config(num_sms=num_sms)
+    options = {"num_latent": LATENT, "scale": SCALE, "config": config, "interpret": plgpu.InterpretGPUParams()}
+    return np.asarray(portable.tree_mla_portable(*arrays, **options), np.float32)
+
+
+def run_reference(*arrays):
+    return np.asarray(mla.tree_mla_reference(*arrays, num_latent=LATENT, scale=SCALE), np.float32)
+
+
+FORMS = pytest.mark.parametrize("run", [run_hopper, run_portable], ids=["hopper", "portable"])
+
+
+def random_tree(rng, num_nodes):
+    """Ancestor mask of a tree in which each node's parent is any earlier node."""
+    visible = np.eye(num_nodes, dtype=bool)
+    for node in range(1, num_nodes):
+        visible[node] |= visible[rng.integers(0, node)]
+    return visible
+
+
+def random_case(seed, num_nodes, heads, num_slots, lengths):
+    """Query, cache (NaN behind the lengths), rows, lengths and masks."""
+    rng = np.random.default_rng(seed)
+    batch = len(lengths)
+    query, cache, rows = (
+        jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+        for shape in ((batch, num_nodes, heads, WIDTH), (batch, num_slots, WIDTH), (batch, num_nodes, WIDTH))
+    )
+    length = jnp.asarray(lengths, jnp.int32)
+    committed = jnp.arange(num_slots)[None] < length[:, None]
+    cache = jnp.where(committed[..., None], cache, NAN)
+    visible = jnp.asarray(np.stack([random_tree(rng, num_nodes) for _ in lengths]))
+    return query, cache, rows, length, visible
+
+
+def in_float64(query, cache, rows, length, visible):
+    query, cache, rows = (np.asarray(x, np.float64) for x in (query, cache, rows))
+    out = np.empty((*query.shape[:3], LATENT))
+    for b, count in enumerate(np.asarray(length)):
+        keys = np.concatenate([cache[b, :count], rows[b]])
+        score = np.einsum("nhw,sw->nhs", query[b], keys) * SCALE
+        seen = np.concatenate([np.ones((rows.shape[1], count), bool), np.asarray(visible[b])], axis=1)
+        score = np.where(seen[:, None], score, -np.inf)
+        weight = np.exp(score - score.max(-1, keepdims=True))
+        out[b] = np.einsum("nhs,sc->nhc", weight / weight.sum(-1, keepdims=True), keys[:, :LATENT])
+    return out
+
+
+def error(out, expected):
+    return np.linalg.norm(out - expected) / np.linalg.norm(expected)
+
+
+def test_reference_agrees_with_float64():
+    case = random_case(0, num_nodes=5, heads=3, num_slots=48, lengths=[0, 7, 48])
+    assert error(run_reference(*case), in_float64(*case)) < 5e-3
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("num_nodes", "heads", "num_slots", "lengths"),
+    [
+        (5, 8, 192, [0, 1, 63]),
+        (16, 8, 192, [64, 65]),
+        (1, 8, 448, [447]),
+        (3, 3, 128, [128]),
+        (33, 2, 64, [16]),
+        (70, 1, 64, [50]),
+    ],
+)
+def test_kernels_agree_with_float64(run, num_nodes, heads, num_slots, lengths):
+    case = random_case(len(lengths), num_nodes, heads, num_slots, lengths)
+    out = run(*case)
+    assert out.shape == (len(lengths), num_nodes, heads, LATENT)
+    assert error(out, in_float64(*case)) < 5e-3
+
+
+@FORMS
+@pytest.mark.parametrize("num_sms", [1, 3, 40])
+def test_any_number_of_splits_gives_the_same(run, num_sms):
+    case = random_case(7, num_nodes=4, heads=8, num_slots=320, lengths=[300])
+    assert error(run(*case, num_sms=num_sms), in_float64(*case)) < 5e-3
+
+
+@FORMS
+def test_sequences_and_hidden_nodes_do_not_reach_others(run):
+    query, cache, rows, length, _ = random_case(3, num_nodes=4, heads=8, num_slots=64, lengths=[20, 30])
+    # Node 3 sees itself alone, as the padding of a tree does.
+    visible = jnp.asarray([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]] * 2, bool)
+    clean = run(query, cache, rows, length, visible)
+    poisoned = run(query, cache.at[1].set(NAN), rows.at[1].set(NAN).at[0, 3].set(NAN), length, visible)
+    np.testing.assert_array_equal(poisoned[0, :3], clean[0, :3])
+    assert np.isnan(poisoned[0, 3]).all()
+    assert np.isnan(poisoned[1]).all()
+
+
+@FORMS
+def test_hiding_an_ancestor_changes_its_descendants_alone(run):
+    query, cache, rows, length, visible = random_case(5, num_nodes=9, heads=8, num_slots=64, lengths=[33])
+    ancestor = 1
+    descends = np.asarray(visible[0, :, ancestor]) & (np.arange(9) != ancestor)
+    assert 0 < descends.sum() < 8
+    hidden = visible.at[0, :, ancestor].set(visible[0, :, ancestor] & ~descends)
+    before, after = (run(query, cache, rows, length, mask) for mask in (visible, hidden))
+    changed = (before != after).any(axis=(0, 2, 3))
+    np.testing.assert_array_equal(changed, descends)
+
+
+@FORMS
+def test_a_row_that_sees_nothing_is_zero(run):
+    query, cache, rows, length, visible = random_case(6, num_nodes=2, heads=8, num_slots=64, lengths=[0])
+    out = run(query, cache, rows, length, visible.at[0, 1].set(False))
+    assert (out[0, 1] == 0).all()
+    assert (out[0, 0] != 0).any()
+
+
+def test_narrow_models_are_filled_up(monkeypatch):
+    rng = np.random.default_rng(9)
+    query, cache, rows = (
+        jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+        for shape in ((1, 3, 5, 80), (1, 32, 80), (1, 3, 80))
+    )
+    arrays = (query, cache, rows, jnp.asarray([17], jnp.int32), jnp.asarray(random_tree(rng, 3))[None])
+    interpreted = functools.partial(hopper.tree_mla_hopper, interpret=plgpu.InterpretGPUParams())
+    monkeypatch.setattr(mla, "_kernel", lambda: interpreted)
+    options = {"num_latent": 64, "scale": SCALE}
+    out, expected = mla.tree_mla_gpu(*arrays, **options), mla.tree_mla_reference(*arrays, **options)
+    assert error(np.asarray(out, np.float32), np.asarray(expected, np.float32)) < 5e-3
+
+
+def test_mask_words_hold_the_visible_bits():
+    visible = np.asarray(random_case(1, num_nodes=37, heads=1, num_slots=16, lengths=[0, 0])[-1])
+    words = np.asarray(split.pack_visible(jnp.asarray(visible), 3, 64, 64)).view(np.uint32)
+    assert words.shape == (2, 2, 128)
+    bits = (words[:, np.arange(64) // 32] >> (np.arange(64) % 32)[:, None]) & 1
+    np.testing.assert_array_equal(bits[:, :37, :111], np.repeat(visible.swapaxes(1, 2), 3, axis=2))
+    assert not bits[:, 37:].any()
+    assert not bits[:, :, 111:].any()
+
+
+@pytest.mark.parametrize("barriers", [True, False])
+@pytest.mark.parametrize(("splits", "length"), [(2, 0), (9, 500), (45, 700), (45, 130), (170, 2700), (170, 2703)])
+def test_splits_add_up(splits, length, barriers):
+    """Splits that had no tiles hold NaN, which must not be read."""
+    rng = np.random.default_rng(splits)
+    prefix, total, each = (int(x) for x in split.tile_counts(jnp.int32(length), 2, splits, 16))
+    used = -(-total // each)
+    assert prefix == -(-length // 16)
+    part = rng.standard_normal((1, 3, splits, 256), np.float32)
+    lse = rng.standard_normal((1, 3, splits), np.float32) * 5
+    part[:, :, used:], lse[:, :, used:] = np.nan, np.nan
+    out = split.combine(
+        jnp.asarray(part),
+        jnp.broadcast_to(jnp.asarray(lse)[..., None], (*lse.shape, 8)),
+        jnp.asarray([length], jnp.int32),
+        tree_tiles=2,
+        tile=16,
+        barriers=barriers,
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    weight = np.exp2(lse[:, :, :used].astype(np.float64))
+    weight /= weight.sum(-1, keepdims=True)
+    expected = np.einsum("bns,bnsc->bnc", weight, part[:, :, :used])
+    assert error(np.asarray(out, np.float32), expected) < 4e-3
+
+
+def abstract(num_nodes, heads, num_slots, dtype=jnp.bfloat16, latent=LATENT, rotary=64):
+    shapes = ((1, num_nodes, heads, latent + rotary), (1, num_slots, latent + rotary), (1, num_nodes, latent + rotary))
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return *arrays, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, num_nodes, num_nodes), bool)
+
+
+@pytest.mark.parametrize("kernel", [hopper.tree_mla_hopper, portable.tree_mla_portable], ids=["hopper", "portable"])
+@pytest.mark.parametrize(
+    ("num_nodes", "heads", "num_slots"), [(16, 8, 4096), (64, 64, 131072), (1, 8, 1024), (256, 8, 512)]
+)
+def test_kernels_lower_for_a_gpu(kernel, num_nodes, heads, num_slots):
+    run = functools.partial(kernel, num_latent=LATENT, scale=SCALE)
+    lowered = jax.jit(run).trace(*abstract(num_nodes, heads, num_slots)).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("kernel", [hopper.tree_mla_hopper, portable.tree_mla_portable], ids=["hopper", "portable"])
+@pytest.mark.parametrize(
+    ("arrays", "latent", "named"),
+    [
+        (abstract(4, 8, 64, dtype=jnp.float32), LATENT, "float32"),
+        (abstract(4, 8, 64, latent=384), 384, "num_latent is 384"),
+        (abstract(4, 8, 64, rotary=32), LATENT, "32 wide"),
+        (abstract(4, 8, 60), LATENT, "60 slots"),
+    ],
+)
+def test_unsupported_input_is_named(kernel, arrays, latent, named):
+    with pytest.raises(NotImplementedError, match=named):
+        jax.eval_shape(functools.partial(kernel, num_latent=latent, scale=SCALE), *arrays)
+
+
+def test_one_place_chooses(monkeypatch):
+    """One device: the kernel when compiled for a GPU, else the reference. What no kernel takes: the reference at once."""
+    run = functools.partial(mla.tree_mla, num_latent=LATENT, scale=SCALE)
+    traced = jax.jit(run).trace(*abstract(4, 8, 64))
+    assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    traced = jax.jit(run).trace(*abstract(4, 8, 64, rotary=48))
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    traced = jax.jit(run).trace(*abstract(4, 8, 64, dtype=jnp.float32))
+    assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
