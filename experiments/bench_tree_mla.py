@@ -1,7 +1,4 @@
-"""Times tree MLA against its ceiling, with caches that are cold in L2 and random trees.
-
-python -m experiments.bench_tree_mla [--form=hopper] [--save]
-"""
+"""Times tree MLA against its ceiling, with caches that are cold in L2 and random trees. See `bench_kernels`."""
 
 import functools
 import math
@@ -11,15 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
 
 from ddtree_jax.pallas.tree_mla_hopper import tree_mla_hopper
 from ddtree_jax.pallas.tree_mla_portable import tree_mla_portable
-from experiments import results_file
 from experiments.kernel_times import kernel_seconds
-
-_FORM = flags.DEFINE_enum("form", "hopper", ["hopper", "portable"], "kernel that is timed")
-_SAVE = flags.DEFINE_bool("save", False, "replace results/tree_mla.jsonl")
 
 LATENT, WIDTH, SCALE = 512, 576, 0.1352
 BYTES_PER_SECOND, FLOPS_PER_SECOND = 4.57e12, 790e12
@@ -99,23 +91,3 @@ def run(form: str = "hopper", cases: tuple = CASES, runs: int = 30, seed: int = 
             "runs": runs,
             "error": float(np.linalg.norm(out - expected) / np.linalg.norm(expected)),
         }
-
-
-def main(_: list[str]) -> None:
-    lines = []
-    for line in run(_FORM.value):
-        case = line["case"]
-        where = f"{case['heads']} heads {case['nodes']} nodes context {case['context']} batch {case['batch']}"
-        kernels = " + ".join(f"{value * 1e6:.1f}" for value in line["kernels"].values())
-        print(
-            f"{where}: {line['seconds'] * 1e6:.1f} us ({kernels}), target {line['target_seconds'] * 1e6:.0f}, "
-            f"ceiling {line['ceiling_seconds'] * 1e6:.1f}, error {line['error']:.1e}",
-            flush=True,
-        )
-        lines.append(line | results_file.provenance())
-    if _SAVE.value:
-        results_file.write_lines("tree_mla", lines)
-
-
-if __name__ == "__main__":
-    app.run(main)
