@@ -67,19 +67,20 @@ def cut_at_stop(token_ids: list[int], *, ended_by_id: bool, stop: Sequence[str],
     """Text without the stop id; text cut before a stop string, ids behind the token that completes it.
 
     Of several stop strings the one that is complete first counts, so that the cut does not depend on how much was decoded
-    when somebody looked.
+    when somebody looked; characters that are not complete are not looked at.
     """
     if tokenizer is None:
         return Cut(token_ids, None, False)
     shown = token_ids[:-1] if ended_by_id else token_ids
-    text = tokenizer.decode(shown)
+    decoder = tokenizer.stream_decoder()
+    pieces = [decoder.push([token]) for token in shown] if stop else []
+    text = "".join(pieces)
     found = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
     if not found:
-        return Cut(token_ids, text, False)
+        return Cut(token_ids, tokenizer.decode(shown), False)
     end, start = min(found)
-    decoder = tokenizer.stream_decoder()
-    lengths = itertools.accumulate(len(decoder.push([token])) for token in shown)
-    num_ids = next((count for count, length in enumerate(lengths, 1) if length >= end), len(shown))
+    lengths = itertools.accumulate(map(len, pieces))
+    num_ids = next(count for count, length in enumerate(lengths, 1) if length >= end)
     return Cut(token_ids[:num_ids], text[:start], True)
 
 

@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Float, Int32
 from ddtree_jax import penalties
 from ddtree_jax import sampling as sampling_lib
 from ddtree_jax import tree as tree_lib
+from ddtree_jax.arguments import is_integer, shown
 from ddtree_jax.cache import Cache, append, take_rows
-from ddtree_jax.sampling_params import MAX_TOP_LOGPROBS, SamplingArrays, is_integer, shown
+from ddtree_jax.sampling_params import MAX_TOP_LOGPROBS, SamplingArrays
 from ddtree_jax.tree import Tree
 
 MODES = ("ar", "chain", "ddtree")
@@ -118,7 +119,7 @@ class Context:
 
 
 class Emitted(NamedTuple):
-    """Tokens with their log-probabilities and the best alternatives: M a sequence in the output, T in a round."""
+    """Tokens with their log-probabilities and the best alternatives; M are the places of an output, or those of one round."""
 
     token_BM: Int32[Array, "B M"]
     logprob_BM: Float[Array, "B M"]
@@ -144,9 +145,9 @@ class Round:
 class State:
     """All that the loop carries.
 
-    ``root_B`` is the last emitted token, which no cache holds yet. Of ``emitted`` the first ``num_tokens_B`` places are
-    filled, of ``accepted_BM``, the lengths of accepted paths, the first ``num_rounds_B``. ``finish_B`` is RUNNING, STOPPED
-    (a stop id, or by the host) or FULL (as many tokens as allowed).
+    ``root_B`` is the last emitted token of a sequence that runs; no cache holds it yet. Of ``emitted`` the first
+    ``num_tokens_B`` places are filled, of ``accepted_BM``, the lengths of accepted paths, the first ``num_rounds_B``.
+    ``finish_B`` is RUNNING, STOPPED (a stop id, or by the host) or FULL (as many tokens as allowed).
     """
 
     target_cache: Cache

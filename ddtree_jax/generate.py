@@ -14,13 +14,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ddtree_jax import checkpoint, decode, dflash, kimi, sharding
+from ddtree_jax.arguments import is_integer, is_number, shown
 from ddtree_jax.completion import Completion, IdStream, RoundTrace, StopFinder, TextStream
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.decode import DecodeConfig, Models, Plan, State
-from ddtree_jax.output import Output, Progress, completions, trace
+from ddtree_jax.output import Progress, Tokens, completions, trace
 from ddtree_jax.prefix_cache import PrefixCache
 from ddtree_jax.prompts import Limits, Prompt, read_prompts, read_token_ids
-from ddtree_jax.sampling_params import SamplingArrays, SamplingParams, is_integer, is_number, shown
+from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
 from ddtree_jax.tokenizer import Tokenizer
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -126,7 +127,7 @@ class Engine:
             checkpoint.check(drafter, dflash.parameters(drafter_config), device_mesh)
         arrays = checkpoint.load(target, kimi.parameters(target_config), device_mesh, _DTYPES[dtype])
         if jax.default_backend() == "gpu" and dtype == "bfloat16":
-            arrays = kimi.pack_experts(arrays, device_mesh)
+            kimi.pack_experts(arrays, device_mesh)
         capture = drafter_config.target_layer_ids if drafter_config else ()
         drafter_model = None
         if drafter_config:
@@ -330,9 +331,9 @@ class Engine:
         prefilled = time.perf_counter()
         limit = 0
         while True:
-            state = self._stop_at_strings(finders, state)
-            yield Progress(state, num_chunks, num_cached, prefilled - started, time.perf_counter() - prefilled)
-            if not np.any(np.asarray(state.finish_B) == decode.RUNNING):
+            state, tokens = self._stop_at_strings(finders, state)
+            yield Progress(state, tokens, num_chunks, num_cached, prefilled - started, time.perf_counter() - prefilled)
+            if not np.any(tokens.finish_B == decode.RUNNING):
                 break
             limit = min(limit + rounds_per_slice, ALL_ROUNDS)
             with self._precision():
@@ -341,27 +342,30 @@ class Engine:
                 )
             jax.block_until_ready(state.root_B)
         if self._prefix_cache is not None:
-            self._prefix_cache.keep(self._committed(job, state), state.target_cache, state.drafter_cache)
+            known = self._committed(job, tokens, np.asarray(state.length_B))
+            self._prefix_cache.keep(known, state.target_cache, state.drafter_cache)
 
-    def _committed(self, job: "_Job", state: State) -> list[list[int]]:
+    def _committed(self, job: "_Job", tokens: Tokens, length_B: np.ndarray) -> list[list[int]]:
         """Tokens that lie in both caches. Plain decoding leaves the drafter's where the prompt ends."""
         is_drafted = self.models.drafter is None or job.plan.depth > 0
-        emitted = Output.of(state)
         rows = [
-            prompt.token_ids + (emitted.token_ids(index) if is_drafted else [])
-            for index, prompt in enumerate(job.prompts)
+            prompt.token_ids + (tokens.ids(index) if is_drafted else []) for index, prompt in enumerate(job.prompts)
         ]
-        return [row[:length] for row, length in zip(rows, np.asarray(state.length_B).tolist(), strict=False)]
+        return [row[:length] for row, length in zip(rows, length_B.tolist(), strict=False)]
 
-    def _stop_at_strings(self, finders: list[StopFinder | None], state: State) -> State:
+    def _stop_at_strings(self, finders: list[StopFinder | None], state: State) -> tuple[State, Tokens]:
         """Ends the sequences whose text holds one of their stop strings; ids alone cannot tell the device."""
-        if not any(finders):
-            return state
-        output, finish_B = Output.of(state), np.array(state.finish_B)
-        for index, finder in enumerate(finders):
-            if finder and finish_B[index] == decode.RUNNING and finder.finds(output.token_ids(index)):
-                finish_B[index] = decode.STOPPED
-        return replace(state, finish_B=self._put(finish_B))
+        tokens = Tokens.of(state)
+        found = [
+            index
+            for index, finder in enumerate(finders)
+            if finder and tokens.finish_B[index] == decode.RUNNING and finder.finds(tokens.ids(index))
+        ]
+        if not found:
+            return state, tokens
+        finish_B = tokens.finish_B.copy()
+        finish_B[found] = decode.STOPPED
+        return replace(state, finish_B=self._put(finish_B)), tokens._replace(finish_B=finish_B)
 
     def _completions(self, job: "_Job", progress: Progress) -> list[Completion]:
         return completions(progress, job.params, self.models.target.config.eos_token_ids, self.tokenizer)
@@ -370,8 +374,8 @@ class Engine:
         """What each slice adds."""
         sent = TextStream(self.tokenizer, job.params[0].stop) if job.prompts[0].is_text else IdStream()
         for progress in self._run(job, STREAM_ROUNDS):
-            if int(progress.state.finish_B[0]) == decode.RUNNING:
-                piece = sent.advance(Output.of(progress.state).token_ids(0))
+            if progress.tokens.finish_B[0] == decode.RUNNING:
+                piece = sent.advance(progress.tokens.ids(0))
             else:
                 piece = sent.finish(self._completions(job, progress)[0])
             if piece:

@@ -167,19 +167,15 @@ def _run_shard(
     return jax.lax.psum(y_TD.astype(jnp.float32), MESH_AXES).astype(x_TD.dtype)
 
 
-def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> dict[str, dict[str, Array]]:
-    """The target's arrays with every layer's experts in the kernel's blocks, each shard's packed where it lies."""
+def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> None:
+    """Replaces every layer's experts by the kernel's blocks, each shard's packed where it lies, a layer at a time."""
     specs = ExpertWeights(
         *(PartitionSpec(RULES["experts"], None, RULES["expert_width"]) for _ in ExpertWeights._fields)
     )
     pack = jax.jit(jax.shard_map(pack_shard, mesh=mesh, in_specs=(specs,), out_specs=_BLOCK_SPECS, check_vma=False))
-    packed = {}
-    for part, table in arrays.items():
-        table = dict(table)
+    for table in arrays.values():
         if ExpertWeights._fields[0] in table:
             table |= pack(ExpertWeights(*(table.pop(name) for name in ExpertWeights._fields)))._asdict()
-        packed[part] = table
-    return packed
 
 
 class DenseMLP(Layer):

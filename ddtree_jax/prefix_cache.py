@@ -49,8 +49,8 @@ class PrefixCache:
             prompt_ids = np.array(prompt[:-1], np.int32)
             common = [_num_common(prompt_ids, ids) for ids in kept_ids]
             lengths[number] = max(common)
-            # Its own place if that is as good: caches that stay where they are need no copy.
-            is_best_here = number < len(common) and common[number] == lengths[number]
+            # Its own place if no other is better: caches that stay where they are need no copy.
+            is_best_here = lengths[number] == 0 or (number < len(common) and common[number] == lengths[number])
             index_B[number] = number if is_best_here else common.index(lengths[number])
         if not any(lengths):
             return None

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddtree_jax.sampling_params import BYTES, is_integer, shown
+from ddtree_jax.arguments import BYTES, is_integer, shown
 from ddtree_jax.tokenizer import Tokenizer
 
 _ALLOWED = "a string, a list of strings, token ids, a list of lists of token ids, or chat messages"

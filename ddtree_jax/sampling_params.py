@@ -1,7 +1,6 @@
 """What a user may ask of sampling, checked on the host, and the same for a batch on the device."""
 
 import math
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from ddtree_jax.arguments import BYTES, is_integer, is_number, shown
+
 MAX_STOP_IDS = 16
 MAX_BIASED_IDS = 300
 MAX_TOP_LOGPROBS = 20
 
 Number = float | int
-
-BYTES = (bytes, bytearray, memoryview)
-"""Sequences of integers that nobody means as token ids."""
 
 # Far beyond use; much larger ones have no reciprocal in float32.
 _MAX_TEMPERATURE = 1e6
@@ -49,7 +47,8 @@ class SamplingParams:
     6. ``top_k`` (0: off), ``top_p`` and ``min_p`` filter, each what the one before left, as in ``transformers``.
 
     ``stop_token_ids`` come on top of the model's own end-of-sequence ids, unless ``ignore_eos``; ``stop`` are strings, which
-    are cut from the text. ``logprobs`` and the ``top_logprobs`` best alternatives are taken before all of the above.
+    count from the first token on and are cut from the text. ``logprobs`` and the ``top_logprobs`` best alternatives are
+    taken before all of the above.
 
     Lists and dicts are copied.
 
@@ -105,25 +104,6 @@ class SamplingParams:
         _check_bias(self.logit_bias)
         for name, copied in (("stop_token_ids", tuple), ("stop", tuple), ("logit_bias", dict)):
             object.__setattr__(self, name, copied(getattr(self, name)))
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
-def is_integer(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-_SHOWN = reprlib.Repr(maxlevel=4, maxdict=8, maxlist=8, maxtuple=8, maxset=8, maxstring=80, maxlong=80, maxother=80)
-
-
-def shown(value: Any) -> str:
-    """A value as error messages show it: not as long or as deep as it may be."""
-    try:
-        return _SHOWN.repr(value)
-    except ValueError:  # Python turns no integer into more than 4300 digits.
-        return f"{type(value).__name__} of too many digits"
 
 
 def _check_sequence(

@@ -18,6 +18,8 @@ from typing import Any, SupportsIndex
 
 import tiktoken
 
+from ddtree_jax.arguments import shown
+
 NUM_SPECIAL = 256
 
 # Ids of Kimi's specials less the number of base ranks, so that a small vocabulary has them in the same places.
@@ -158,14 +160,17 @@ class Tokenizer:
         """
         # Annotated Any: a run-time type checker would speak before these messages, which name the culprit.
         if not isinstance(messages, (list, tuple)) or not messages:
-            raise ValueError(f"messages is {messages!r}; a list of at least one message is needed")
+            raise ValueError(f"messages is {shown(messages)}; a list of at least one message is needed")
         ids = []
         for index, message in enumerate(messages):
             role, name, content = _read_message(index, message)
             ids += self._header(role, name)
             if role == "assistant":
                 ids += self._specials("<think>", "</think>")
-            ids += self.encode(content) + self._specials("<|im_end|>")
+            try:
+                ids += self.encode(content) + self._specials("<|im_end|>")
+            except ValueError as error:
+                raise ValueError(f"messages[{index}]: {error}") from None
         ids += self._header("assistant", "assistant")
         return ids + self._specials("<think>", *(() if thinking else ("</think>",)))
 
@@ -256,7 +261,7 @@ def _read_message(index: int, message: Any) -> tuple[str, str, str]:
     """A message's role, the name in its header and the text behind it."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where} is {message!r}; a mapping with 'role' and 'content' is needed")
+        raise ValueError(f"{where} is {shown(message)}; a mapping with 'role' and 'content' is needed")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise ValueError(f"{where}['role'] is {_show(message, 'role')}; allowed: {', '.join(map(repr, _ROLES))}")
@@ -273,4 +278,4 @@ def _read_message(index: int, message: Any) -> tuple[str, str, str]:
 
 
 def _show(message: Mapping, key: Any) -> str:
-    return repr(message[key]) if key in message else "missing"
+    return shown(message[key]) if key in message else "missing"

@@ -5,6 +5,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -17,3 +18,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 @pytest.fixture(scope="session")
 def golden() -> Path:
     return Path(__file__).parent / "golden"
+
+
+MAX_MAPPINGS = 40_000
+"""Linux allows a process some 65,000 memory mappings, of which each compiled program takes a few."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_programs() -> Iterator[None]:
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_text().count("\n") > MAX_MAPPINGS:
+        jax.clear_caches()

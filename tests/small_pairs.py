@@ -21,8 +21,12 @@ from ddtree_jax.tokenizer import Tokenizer
 
 MAX_LENGTH = 48
 PLAIN = RopeConfig(theta=10000.0)
-YARN = RopeConfig(theta=500.0, factor=8.0, original_max_positions=16, mscale=1.0, mscale_all_dim=1.0)
-YARN_AMPLIFIED = RopeConfig(theta=500.0, factor=4.0, original_max_positions=32, mscale=0.7, mscale_all_dim=0.4)
+_MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
+# Few pairs of few positions: the turns are such that some pair lies below, on and above the ramp.
+YARN = RopeConfig(theta=10.0, factor=8.0, beta_fast=1.0, beta_slow=0.5, original_max_positions=16, **_MSCALES)
+YARN_AMPLIFIED = RopeConfig(
+    theta=50.0, factor=4.0, beta_fast=2.0, beta_slow=0.5, original_max_positions=32, mscale=0.7, mscale_all_dim=0.4
+)
 
 _TEXTS = "a b c d e f ab ba abc cab dd ee fa é ée".split()
 BASE_TOKENS = (*(text.encode() for text in _TEXTS), b"\xc3", b"\xa9", b" ", b"\n")

@@ -273,8 +273,10 @@ def sharded_experts(mesh_text: str | None) -> tuple[kimi.Experts, kimi.Experts, 
     mesh = make_mesh(mesh_text)
     arrays = initialize({"layer": infos}, jax.random.key(0), jnp.float32)["layer"]
     placed = {name: jax.device_put(array, sharding_of(infos[name], mesh, name)) for name, array in arrays.items()}
-    packed = kimi.pack_experts({"layer": placed}, mesh)["layer"]
-    return kimi.Experts(config, placed), kimi.Experts(config, packed), config
+    plain = kimi.Experts(config, placed)
+    kimi.pack_experts({"layer": placed}, mesh)
+    assert not set(placed) & set(ExpertWeights._fields), "the unpacked experts of a layer are given up before the next"
+    return plain, kimi.Experts(config, placed), config
 
 
 @pytest.mark.parametrize("mesh", [None, "tensor=4", "expert=8", "expert=4,tensor=2"])

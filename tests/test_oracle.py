@@ -33,8 +33,9 @@ pytest_plugins = ["engines"]
 
 CI_EXAMPLES = 60
 NUM_EXAMPLES = int(os.environ.get("ORACLE_EXAMPLES", CI_EXAMPLES))
+FEW_CLOSE = 3
 MOST_CLOSE = 0.02
-"""Sequences, of all, that may come so close to a tie that the rest of them is not compared."""
+"""Sequences that may come so close to a tie that the rest of them is not compared: a few, or this share of many."""
 
 GOLDEN = {"rtol": 0, "atol": 1e-5}
 MODE_OF = {"ar": "ar", "dflash": "chain", "ddtree": "ddtree"}
@@ -109,7 +110,7 @@ def options(draw: st.DrawFn, token_ids: st.SearchStrategy, has_text: bool, has_t
     text = st.text(alphabet="abcdefé ", min_size=1, max_size=3)
     return Options(
         temperature=draw(or_off(0.0, st.floats(0.125, 2.0, width=32))),
-        top_k=draw(or_off(0, st.integers(1, 40))),
+        top_k=draw(or_off(0, st.one_of(st.integers(1, 4), st.integers(1, 40)))),
         top_p=draw(or_off(1.0, st.floats(0.0625, 1.0, width=32))),
         min_p=draw(or_off(0.0, st.floats(0.0, 0.5, width=32))),
         seed=draw(st.integers(0, 2**32 - 1)),
@@ -174,8 +175,8 @@ def test_engine_equals_oracle(name, request):
 
     engine_equals_oracle()
     print(f"\n{name}: {dict(tally)}")
-    assert tally["close to a tie"] <= MOST_CLOSE * tally["sequences"]
-    assert tally["drafts accepted"] > tally["rounds"] / 10, "the drafter must be right often enough to test anything"
+    assert tally["close to a tie"] <= max(FEW_CLOSE, MOST_CLOSE * tally["sequences"])
+    assert tally["drafts accepted"] > tally["rounds"] / 25, "the drafter must be right often enough to test anything"
 
 
 def compare(pair: Pair, case: Case, prompts: list[list[int]], tally: Counter) -> list[Completion]:

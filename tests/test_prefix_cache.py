@@ -112,7 +112,7 @@ def test_what_a_cut_left_behind_is_no_prefix(engines):
     for number in sorted(cuts)[:9]:
         params = SamplingParams(max_new_tokens=number, ignore_eos=True, logprobs=True)
         done = engine.generate(prompt, params, decode)[0]
-        following = [*prompt, *done.token_ids, 9, 11]
+        following = [*prompt, *done.token_ids, 0, 0, 11]  # 0 fills outputs behind their end
         after = engine.generate(following, params, decode)[0]
         assert after.stats.cached_tokens <= len(prompt) + len(done.token_ids)
         same(after, plain.generate(following, params, decode)[0])
@@ -157,8 +157,12 @@ def test_closing_a_stream_frees_what_it_held(prefix_cache):
         assert num_bytes() > before
         stream.close()
         assert num_bytes() == before
-    # A stream that nobody ever reads holds nothing but its request.
-    engine.stream([3, 4, 6], params)
+    # A stream that nobody has read yet holds its request, and no caches.
+    unread = engine.stream([3, 4, 6], params)
+    num_cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.models.target.init_cache(1, 139)))
+    assert 0 < num_bytes() - before < num_cache_bytes
+    unread.close()
+    del unread
     assert num_bytes() == before
     engine.generate([3, 4, 6], params)
     assert (num_bytes() > before) == prefix_cache
