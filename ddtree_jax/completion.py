@@ -67,20 +67,20 @@ def cut_at_stop(token_ids: list[int], *, ended_by_id: bool, stop: Sequence[str],
     """Text without the stop id; text cut before a stop string, ids behind the token that completes it.
 
     Of several stop strings the one that is complete first counts, so that the cut does not depend on how much was decoded
-    when somebody looked; characters that are not complete are not looked at.
+    when somebody looked. No text holds a stop string.
     """
     if tokenizer is None:
         return Cut(token_ids, None, False)
     shown = token_ids[:-1] if ended_by_id else token_ids
-    decoder = tokenizer.stream_decoder()
-    pieces = [decoder.push([token]) for token in shown] if stop else []
-    text = "".join(pieces)
+    text = tokenizer.decode(shown)
     found = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
     if not found:
-        return Cut(token_ids, tokenizer.decode(shown), False)
+        return Cut(token_ids, text, False)
     end, start = min(found)
-    lengths = itertools.accumulate(map(len, pieces))
-    num_ids = next(count for count, length in enumerate(lengths, 1) if length >= end)
+    decoder = tokenizer.stream_decoder()
+    lengths = itertools.accumulate(len(decoder.push([token])) for token in shown)
+    # A string may be complete only by what an unfinished last character is replaced with.
+    num_ids = next((count for count, length in enumerate(lengths, 1) if length >= end), len(shown))
     return Cut(token_ids[:num_ids], text[:start], True)
 
 

@@ -91,3 +91,9 @@ def test_number_of_programs_is_bounded(engine):
     num_widths = len([width for width in PREFILL_BUCKETS if width <= 256])
     grown = [program._cache_size() - size for program, size in zip(programs, before, strict=True)]
     assert grown == [num_sizes * num_widths, num_sizes, num_sizes]
+    for budget, top_logprobs in itertools.product((1, 2, 3), (0, 1, 5)):
+        params = SamplingParams(max_new_tokens=2, logprobs=True, top_logprobs=top_logprobs)
+        other.generate([[3]], params, DecodeConfig(budget=budget))
+    assert programs[2]._cache_size() == before[2] + num_sizes + 2, (
+        "one bucket of budgets, with alternatives and without"
+    )
