@@ -303,7 +303,7 @@ def draft_tree(models: Models, state: State, plan: Plan, budget: Int32[Array, ""
             models, state.root_B, state.length_B, state.drafter_cache, plan.depth, plan.mask_token_id
         )
     with jax.named_scope("expand"):
-        token_BLK, logp_BLK = tree_lib.candidates(logits_BLV, plan.num_candidates)
+        token_BLK, logp_BLK = sampling_lib.best(logits_BLV, plan.num_candidates)
         return tree_lib.expand(state.root_B, token_BLK, logp_BLK, budget, plan.num_nodes)
 
 

@@ -134,7 +134,7 @@ def log_probability(
 
 
 def best(logits_BTV: Float[Array, "B T V"], num_best: int) -> tuple[Int32[Array, "B T K"], Float[Array, "B T K"]]:
-    """The most probable tokens of the target's own distribution, best first, and their log-probabilities."""
+    """Each row's most probable tokens, best first and equal logits by lower id, and their log-probabilities."""
     if num_best == 0:
         return jnp.zeros((*logits_BTV.shape[:2], 0), jnp.int32), jnp.zeros((*logits_BTV.shape[:2], 0), jnp.float32)
     top_BTK, token_BTK = jax.lax.top_k(logits_BTV, num_best)

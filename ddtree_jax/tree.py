@@ -47,14 +47,6 @@ def root_only(root_B: Int32[Array, "B"]) -> Tree:
     )
 
 
-def candidates(
-    logits_BLV: Float[Array, "B L V"], num_candidates: int
-) -> tuple[Int32[Array, "B L K"], Float[Array, "B L K"]]:
-    """Ids and log-probabilities of each depth's best tokens, best first; equal logits by lower id."""
-    top_BLK, token_BLK = jax.lax.top_k(logits_BLV, num_candidates)
-    return token_BLK, top_BLK - jax.nn.logsumexp(logits_BLV, axis=-1, keepdims=True)
-
-
 def expand(
     root_B: Int32[Array, "B"],
     token_BLK: Int32[Array, "B L K"],

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddtree_jax import tree
+from ddtree_jax import sampling, tree
 
 
 def build(logits_LV: np.ndarray, budget: int, num_nodes: int, num_candidates: int | None = None) -> tree.Tree:
     num_candidates = num_candidates or min(num_nodes - 1, logits_LV.shape[1])
-    token_BLK, logp_BLK = tree.candidates(jnp.asarray(logits_LV)[None], num_candidates)
+    token_BLK, logp_BLK = sampling.best(jnp.asarray(logits_LV)[None], num_candidates)
     return jax.jit(tree.expand, static_argnums=4)(jnp.array([7]), token_BLK, logp_BLK, jnp.int32(budget), num_nodes)
 
 

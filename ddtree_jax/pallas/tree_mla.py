@@ -19,12 +19,10 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.pallas import tree_mla_hopper as hopper
 from ddtree_jax.pallas import tree_mla_portable as portable
+from ddtree_jax.pallas.tree_mla_split import LATENTS, ROTARY
 
 SLOT_MULTIPLE = 16
 """The kernels read the cache in pieces of so many slots; other lengths of the cache leave them unused."""
-
-_ROTARY = 64
-_LATENTS = (256, 512)
 
 
 def tree_mla(
@@ -71,11 +69,11 @@ def tree_mla_gpu(
       NotImplementedError: no kernel takes this input; the offending value is named.
     """
     rotary = query_BTHW.shape[-1] - num_latent
-    wide = next((width for width in _LATENTS if width >= num_latent), None)
-    if wide is None or rotary > _ROTARY:
-        raise NotImplementedError(f"a latent of {num_latent} and {rotary}; at most {_LATENTS[-1]} and {_ROTARY} fit")
-    if (num_latent, rotary) != (wide, _ROTARY):
-        widen = functools.partial(_widen, num_latent=num_latent, latent=wide - num_latent, rotary=_ROTARY - rotary)
+    wide = next((width for width in LATENTS if width >= num_latent), None)
+    if wide is None or rotary > ROTARY:
+        raise NotImplementedError(f"a latent of {num_latent} and {rotary}; at most {LATENTS[-1]} and {ROTARY} fit")
+    if (num_latent, rotary) != (wide, ROTARY):
+        widen = functools.partial(_widen, num_latent=num_latent, latent=wide - num_latent, rotary=ROTARY - rotary)
         query_BTHW, cache_BSW, rows_BTW = widen(query_BTHW), widen(cache_BSW), widen(rows_BTW)
     out_BTHC = _kernel()(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt, num_latent=wide, scale=scale)
     return out_BTHC[..., :num_latent]

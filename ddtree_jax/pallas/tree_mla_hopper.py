@@ -67,7 +67,7 @@ def tree_mla_hopper(
       NotImplementedError: for shapes and types that the tiles do not fit; the offending value is named.
     """
     batch, num_nodes, heads, width = query_BTHW.shape
-    _check(query_BTHW, cache_BSW, num_latent)
+    split.check(query_BTHW, cache_BSW, num_latent, 8)
     query_BnW = query_BTHW.reshape(batch, num_nodes * heads, width)
     query_BnW = jnp.pad(query_BnW, ((0, 0), (0, -query_BnW.shape[1] % 8), (0, 0)))
     rows_BTW = jnp.pad(rows_BTW, ((0, 0), (0, -num_nodes % 8), (0, 0)))
@@ -78,21 +78,6 @@ def tree_mla_hopper(
     tree_tiles = pl.cdiv(num_nodes, _TILE)
     out_BnC = split.combine(part_BnsC, lse_Bnsc, length_B, tree_tiles=tree_tiles, tile=_TILE, interpret=interpret)
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
-
-
-def _check(query_BTHW: Array, cache_BSW: Array, num_latent: int) -> None:
-    if query_BTHW.dtype != jnp.bfloat16 or cache_BSW.dtype != jnp.bfloat16:
-        raise NotImplementedError(
-            f"query is {query_BTHW.dtype}, cache is {cache_BSW.dtype}; only bfloat16 is supported"
-        )
-    if num_latent not in (256, 512):
-        raise NotImplementedError(f"num_latent is {num_latent}; only 256 and 512 are supported")
-    if query_BTHW.shape[-1] - num_latent != _TILE:
-        raise NotImplementedError(
-            f"the rotary part is {query_BTHW.shape[-1] - num_latent} wide; only {_TILE} is supported"
-        )
-    if cache_BSW.shape[1] % 8:
-        raise NotImplementedError(f"the cache has {cache_BSW.shape[1]} slots; only multiples of 8 are supported")
 
 
 def _swizzled(*shape: int):

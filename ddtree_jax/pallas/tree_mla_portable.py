@@ -55,7 +55,7 @@ def tree_mla_portable(
       NotImplementedError: for shapes and types that the tiles do not fit; the offending value is named.
     """
     batch, num_nodes, heads, width = query_BTHW.shape
-    _check(query_BTHW, cache_BSW, num_latent)
+    split.check(query_BTHW, cache_BSW, num_latent, _TILE)
     query_BnW = query_BTHW.reshape(batch, num_nodes * heads, width)
     query_BnW = jnp.pad(query_BnW, ((0, 0), (0, -query_BnW.shape[1] % _ROWS), (0, 0)))
     rows_BTW = jnp.pad(rows_BTW, ((0, 0), (0, -num_nodes % _TILE), (0, 0)))
@@ -73,19 +73,6 @@ def tree_mla_portable(
         interpret=interpret,
     )
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
-
-
-def _check(query_BTHW: Array, cache_BSW: Array, num_latent: int) -> None:
-    if query_BTHW.dtype != _BF16 or cache_BSW.dtype != _BF16:
-        raise NotImplementedError(
-            f"query is {query_BTHW.dtype}, cache is {cache_BSW.dtype}; only bfloat16 is supported"
-        )
-    if num_latent not in (256, 512):
-        raise NotImplementedError(f"num_latent is {num_latent}; only 256 and 512 are supported")
-    if query_BTHW.shape[-1] - num_latent != 64:
-        raise NotImplementedError(f"the rotary part is {query_BTHW.shape[-1] - num_latent} wide; only 64 is supported")
-    if cache_BSW.shape[1] % _TILE:
-        raise NotImplementedError(f"the cache has {cache_BSW.shape[1]} slots; only multiples of {_TILE} are supported")
 
 
 def _attend_splits(

@@ -20,9 +20,30 @@ from jaxtyping import Array, BFloat16, Bool, Float, Int32
 LOWEST = -1e30
 """Stands for the maximum over no scores: finite, so that differences of maxima are never NaN."""
 
+LATENTS, ROTARY = (256, 512), 64
+"""Widths that the tiles are made for."""
+
 WORD = 32
 _WARPGROUPS = 8
 _LOADS_IN_FLIGHT = 20
+
+
+def check(query_BTHW: Array, cache_BSW: Array, num_latent: int, slot_multiple: int) -> None:
+    """Raises NotImplementedError for shapes and types that a form's tiles do not fit."""
+    if query_BTHW.dtype != jnp.bfloat16 or cache_BSW.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"query is {query_BTHW.dtype}, cache is {cache_BSW.dtype}; only bfloat16 is supported"
+        )
+    if num_latent not in LATENTS:
+        raise NotImplementedError(f"num_latent is {num_latent}; only {LATENTS} are supported")
+    if query_BTHW.shape[-1] - num_latent != ROTARY:
+        raise NotImplementedError(
+            f"the rotary part is {query_BTHW.shape[-1] - num_latent} wide; only {ROTARY} is supported"
+        )
+    if cache_BSW.shape[1] % slot_multiple:
+        raise NotImplementedError(
+            f"the cache has {cache_BSW.shape[1]} slots; only multiples of {slot_multiple} are supported"
+        )
 
 
 def num_splits(batch: int, row_tiles: int, num_slots: int, tile: int, num_sms: int) -> int:

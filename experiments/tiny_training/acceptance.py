@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from ddtree_jax import tree
+from ddtree_jax import sampling, tree
 from ddtree_jax.config import DFlashConfig
 from experiments.tiny_training.drafter import AnchoredDFlash, labels
 from experiments.tiny_training.model import Arrays
@@ -97,7 +97,7 @@ def _rows(
 
 def _committed(root: Array, logits: Array, label: Array, budget: int, num_candidates: int) -> Int32[Array, "blocks"]:
     """Tokens that a round commits when the target's text goes on with ``label``."""
-    token, logp = tree.candidates(logits, num_candidates)
+    token, logp = sampling.best(logits, num_candidates)
     drafts = tree.expand(root, token, logp, jnp.int32(budget), budget + 1)
     # What the target says at a node of depth d on the path is label d; elsewhere it does not matter.
     drawn = jnp.take_along_axis(jnp.pad(label, ((0, 0), (0, 1)), constant_values=-1), drafts.depth_BN, axis=1)
