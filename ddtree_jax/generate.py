@@ -87,6 +87,7 @@ class Engine:
         dtype: str = "bfloat16",
         prefill_chunk: int = 256,
         prefix_cache: bool = False,
+        kernels: bool | None = None,
         drafter_rope_amplitude: float | None = None,
         drafter_sliding_causal: bool = True,
     ) -> "Engine":
@@ -100,6 +101,8 @@ class Engine:
           prefill_chunk: the most tokens of each prompt that one pass takes in.
           prefix_cache: whether the caches of a batch are kept until the next one, whose prompts skip what they have in
             common with a sequence of it. In bfloat16 its rows may differ from those of a prefill by rounding.
+          kernels: whether attention and experts are computed by GPU kernels (True) or in plain JAX (False). None takes the
+            kernels where they run: on a GPU, in bfloat16, with shapes that they take.
           drafter_rope_amplitude: factor on the drafter's cos and sin, instead of what its config gives; some published
             drafters want 0.1 ln(factor) + 1.
           drafter_sliding_causal: whether sliding layers of the drafter are causal inside a block.
@@ -110,6 +113,8 @@ class Engine:
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise ValueError(f"dtype is {shown(dtype)}; allowed: {', '.join(map(repr, _DTYPES))}")
         _check_options(prefill_chunk, prefix_cache)
+        if kernels is not None and not isinstance(kernels, bool):
+            raise ValueError(f"kernels is {shown(kernels)}; allowed are None, True and False")
         _check_drafter_options(drafter, drafter_rope_amplitude, drafter_sliding_causal)
         for name, folder in (("target", target), ("drafter", drafter)):
             is_folder = isinstance(folder, (str, Path)) and folder != ""
@@ -125,8 +130,9 @@ class Engine:
         _check_pair(target_config, drafter_config, max_length, tokenizer)
         if drafter_config:
             checkpoint.check(drafter, dflash.parameters(drafter_config), device_mesh)
+        has_kernels = _choose_kernels(kernels, target_config, device_mesh, dtype)
         arrays = checkpoint.load(target, kimi.parameters(target_config), device_mesh, _DTYPES[dtype])
-        if jax.default_backend() == "gpu" and dtype == "bfloat16":
+        if has_kernels:
             kimi.pack_experts(arrays, device_mesh)
         capture = drafter_config.target_layer_ids if drafter_config else ()
         drafter_model = None
@@ -134,7 +140,7 @@ class Engine:
             drafter_arrays = checkpoint.load(drafter, dflash.parameters(drafter_config), device_mesh, _DTYPES[dtype])
             drafter_model = dflash.DFlash(drafter_config, drafter_arrays)
         return cls(
-            kimi.Kimi(target_config, arrays, capture),
+            kimi.Kimi(target_config, arrays, capture, device_mesh, has_kernels),
             drafter_model,
             mesh=device_mesh,
             max_length=max_length,
@@ -391,6 +397,21 @@ class _Job:
     sampling: SamplingArrays
     plan: Plan
     budget: int
+
+
+def _choose_kernels(kernels: bool | None, config: KimiConfig, mesh: Mesh, dtype: str) -> bool:
+    """Whether the target is computed by the kernels. This is the one place that decides."""
+    if kernels is False:
+        return False
+    try:
+        if (jax.default_backend(), dtype) != ("gpu", "bfloat16"):
+            raise NotImplementedError(f"they need a GPU and bfloat16, not {jax.default_backend()} and {dtype}")
+        kimi.check_kernels(config, mesh)
+    except NotImplementedError as error:
+        if kernels:
+            raise ValueError(f"kernels is True, but {error}; allowed are None and False") from error
+        return False
+    return True
 
 
 def _read_drafter_config(directory: str | Path, rope_amplitude: float | None, sliding_causal: bool) -> DFlashConfig:

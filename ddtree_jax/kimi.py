@@ -4,7 +4,8 @@ Formulas follow the published ``modeling_deepseek.py``. A call reads the latent 
 writes: whoever calls decides which rows are kept.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,18 +16,18 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import INT4_GROUP_SIZE, KimiConfig
 from ddtree_jax.layers import Layer, gain, gated_mlp, rms_norm, rotate
-from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, int4_moe
+from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, choose_config, int4_moe
 from ddtree_jax.pallas.int4_moe import pack_experts as pack_shard
-from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE, tree_mla
+from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
 from ddtree_jax.quant import NIBBLES
-from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters
+from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, sharding_of
 
 
 class TargetOutput(NamedTuple):
     """What one pass over T tokens gives.
 
     ``rows`` has an array [B, T, W] a layer, to be appended to the cache; ``experts`` the chosen expert numbers
-    [B * T, X] of each MoE layer.
+    [B * T, X] of each MoE layer, -1 in rows that hold no token.
     """
 
     hidden_BTD: Float[Array, "B T D"]
@@ -36,7 +37,17 @@ class TargetOutput(NamedTuple):
 
 
 class Attention(Layer):
-    """Multi-head latent attention. Keys and values are never expanded: queries move into the latent space instead."""
+    """Multi-head latent attention. Keys and values are never expanded: queries move into the latent space instead.
+
+    On a mesh every shard attends with its own heads. ``has_kernels`` allows the kernel where the program is for a GPU.
+    """
+
+    def __init__(
+        self, config: KimiConfig, arrays: Mapping[str, Array], mesh: Mesh | None = None, has_kernels: bool = False
+    ):
+        super().__init__(config, arrays)
+        self.mesh = mesh
+        self.has_kernels = has_kernels
 
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
@@ -76,17 +87,27 @@ class Attention(Layer):
         )
         rows_BTW = jnp.concatenate([latent_BTC, key_BT1R[:, :, 0]], axis=-1)
 
-        attended_BTHC = tree_mla(
-            jnp.concatenate([q_BTHC, q_BTHR], axis=-1),
-            cache_BSW,
-            rows_BTW,
-            length_B,
-            visible_BTt,
+        query_BTHW = jnp.concatenate([q_BTHC, q_BTHR], axis=-1)
+        attended_BTHC = self._attend(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt)
+        value_BTHU = jnp.einsum("BTHC,HUC->BTHU", attended_BTHC, self.value_up_HUC[...])
+        return jnp.einsum("BTHU,HUD->BTD", value_BTHU, self.o_HUD[...]), rows_BTW
+
+    def _attend(self, *arrays: Array) -> Float[Array, "B T H C"]:
+        config = self.config
+        attend = functools.partial(
+            tree_mla if self.has_kernels else tree_mla_reference,
             num_latent=config.kv_lora_rank,
             scale=config.softmax_scale,
         )
-        value_BTHU = jnp.einsum("BTHC,HUC->BTHU", attended_BTHC, self.value_up_HUC[...])
-        return jnp.einsum("BTHU,HUD->BTD", value_BTHU, self.o_HUD[...]), rows_BTW
+        return _with_own_heads(attend, self.mesh)(*arrays)
+
+
+def _with_own_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
+    """``attend`` on every shard's own heads; cache, rows, lengths and masks are whole everywhere."""
+    if mesh is None:
+        return attend
+    heads, whole = PartitionSpec(None, None, RULES["heads"]), PartitionSpec()
+    return jax.shard_map(attend, mesh=mesh, in_specs=(heads, *(whole,) * 4), out_specs=heads, check_vma=False)
 
 
 class Router(Layer):
@@ -178,6 +199,27 @@ def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> None:
             table |= pack(ExpertWeights(*(table.pop(name) for name in ExpertWeights._fields)))._asdict()
 
 
+def check_kernels(config: KimiConfig, mesh: Mesh) -> None:
+    """Raises NotImplementedError, which names the value, if a kernel does not take a shard of the target.
+
+    Kernels are for bfloat16. Nothing is computed.
+    """
+    H, C = config.num_attention_heads, config.kv_lora_rank
+    W = C + config.qk_rope_head_dim
+    attend = _with_own_heads(functools.partial(tree_mla_gpu, num_latent=C, scale=config.softmax_scale), mesh)
+    shapes = (1, 1, H, W), (1, SLOT_MULTIPLE, W), (1, 1, W), (1,), (1, 1, 1)
+    dtypes = (jnp.bfloat16,) * 3 + (jnp.int32, bool)
+    jax.eval_shape(attend, *map(jax.ShapeDtypeStruct, shapes, dtypes))
+    infos = Experts.parameters(config)
+    shard = ExpertWeights(
+        *(
+            jax.ShapeDtypeStruct(sharding_of(infos[name], mesh, name).shard_shape(infos[name].shape), infos[name].dtype)
+            for name in ExpertWeights._fields
+        )
+    )
+    choose_config(jax.ShapeDtypeStruct((1, config.hidden_size), jnp.bfloat16), jax.eval_shape(pack_shard, shard))
+
+
 class DenseMLP(Layer):
     """Feed-forward part of the first layers."""
 
@@ -212,9 +254,11 @@ def _mlp_parameters(prefix: str, D: int, F: int) -> dict[str, ArrayInfo]:
 class Block(Layer):
     """One decoder layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))`` or the mixture of experts."""
 
-    def __init__(self, config: KimiConfig, layer: int, arrays: Mapping[str, Array]):
+    def __init__(
+        self, config: KimiConfig, layer: int, arrays: Mapping[str, Array], mesh: Mesh | None, has_kernels: bool
+    ):
         super().__init__(config, arrays)
-        self.attention = Attention(config, arrays)
+        self.attention = Attention(config, arrays, mesh, has_kernels)
         self.is_dense = config.is_dense(layer)
         if self.is_dense:
             self.mlp = DenseMLP(config, arrays)
@@ -227,34 +271,57 @@ class Block(Layer):
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
         return {"input_norm_D": gain(config.hidden_size), "post_attention_norm_D": gain(config.hidden_size)}
 
-    def feed_forward(self, x_BTD: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], list[Array]]:
-        """Output for the normed input, and the expert numbers if this layer has experts."""
+    def feed_forward(
+        self, x_BTD: Float[Array, "B T D"], is_token_BT: Bool[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], list[Array]]:
+        """Output for the normed input, and the expert numbers if this layer has experts: none for what is no token."""
         if self.is_dense:
             return self.mlp(x_BTD), []
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         expert_TX, weight_TX = self.router(x_TD)
+        expert_TX = jnp.where(is_token_BT.reshape(-1, 1), expert_TX, -1)
         routed_TD = self.experts(x_TD, expert_TX, weight_TX)
         return routed_TD.reshape(x_BTD.shape) + self.shared(x_BTD), [expert_TX]
 
-    def __call__(self, x_BTD: Array, positions_BT: Array, visible_BTt: Array, length_B: Array, cache_BSW: Array):
+    def __call__(
+        self,
+        x_BTD: Array,
+        positions_BT: Array,
+        visible_BTt: Array,
+        length_B: Array,
+        cache_BSW: Array,
+        is_token_BT: Array,
+    ):
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
             normed_BTD = rms_norm(x_BTD, self.input_norm_D[...], eps)
             attended_BTD, rows_BTW = self.attention(normed_BTD, positions_BT, visible_BTt, length_B, cache_BSW)
             x_BTD = x_BTD + attended_BTD
         with jax.named_scope("feed_forward"):
-            y_BTD, experts = self.feed_forward(rms_norm(x_BTD, self.post_attention_norm_D[...], eps))
+            y_BTD, experts = self.feed_forward(rms_norm(x_BTD, self.post_attention_norm_D[...], eps), is_token_BT)
         return x_BTD + y_BTD, rows_BTW, experts
 
 
 class Kimi(Layer):
-    """The target. ``capture`` names the layers whose outputs, concatenated, are the drafter's features."""
+    """The target. ``capture`` names the layers whose outputs, concatenated, are the drafter's features.
 
-    def __init__(self, config: KimiConfig, arrays: Mapping[str, Mapping[str, Array]], capture: tuple[int, ...] = ()):
+    ``mesh`` is where the arrays lie, if that is a mesh. ``has_kernels`` lets attention take the kernel; experts take it if
+    their arrays are the kernel's blocks (`pack_experts`).
+    """
+
+    def __init__(
+        self,
+        config: KimiConfig,
+        arrays: Mapping[str, Mapping[str, Array]],
+        capture: tuple[int, ...] = (),
+        mesh: Mesh | None = None,
+        has_kernels: bool = False,
+    ):
         super().__init__(config, {**arrays["embed"], **arrays["head"]})
         self.capture = capture
         self.blocks = nnx.List(
-            Block(config, layer, arrays[f"layer_{layer}"]) for layer in range(config.num_hidden_layers)
+            Block(config, layer, arrays[f"layer_{layer}"], mesh, has_kernels)
+            for layer in range(config.num_hidden_layers)
         )
 
     @staticmethod
@@ -287,13 +354,19 @@ class Kimi(Layer):
         visible_BTt: Bool[Array, "B T T"],
         length_B: Int32[Array, "B"],
         cache: list[Float[Array, "B S W"]],
+        is_token_BT: Bool[Array, "B T"] | None = None,
     ) -> TargetOutput:
-        """One pass over T tokens behind the committed prefix of ``length_B`` slots. See `TargetOutput`."""
+        """One pass over T tokens behind the committed prefix of ``length_B`` slots. See `TargetOutput`.
+
+        Where ``is_token_BT`` is False a row only fills a shape: no expert is read for it, and what it gives is undefined.
+        """
+        if is_token_BT is None:
+            is_token_BT = jnp.ones(token_ids_BT.shape, bool)
         x_BTD = self.embed(token_ids_BT)
         captured, rows, experts = {}, [], []
         for layer, block in enumerate(self.blocks):
             with jax.named_scope(f"layer_{layer}"):
-                x_BTD, rows_BTW, chosen = block(x_BTD, positions_BT, visible_BTt, length_B, cache[layer])
+                x_BTD, rows_BTW, chosen = block(x_BTD, positions_BT, visible_BTt, length_B, cache[layer], is_token_BT)
             captured[layer] = x_BTD
             rows.append(rows_BTW)
             experts.extend(chosen)

@@ -1,4 +1,9 @@
-"""What holds no token is never read: padding nodes, padding of prompts, places of a batch that no prompt takes."""
+"""What holds no token is never read: padding nodes, padding of prompts, places of a batch that no prompt takes.
+
+Nor is anything read for it: no expert's weights.
+"""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +11,8 @@ import numpy as np
 import pytest
 from small_pairs import make_pair
 
-from ddtree_jax import DecodeConfig, Engine, SamplingParams
-from ddtree_jax.decode import MODES
+from ddtree_jax import DecodeConfig, Engine, SamplingParams, decode, kimi
+from ddtree_jax.decode import MODES, RUNNING, STOPPED
 
 RANDOM = np.random.default_rng(41)
 PROMPTS = [RANDOM.integers(1, 37, length).tolist() for length in (3, 19, 30)]
@@ -52,3 +57,55 @@ def test_nothing_undefined_is_read(engines, monkeypatch, mode):
     assert np.isfinite(outputs[1][0][1]).all()
     assert np.isnan(poisoned.score([0])).all()
     assert not np.isnan(clean.score([0])).any()
+
+
+@pytest.fixture
+def routed(monkeypatch) -> list[np.ndarray]:
+    """Expert numbers [T, X] of every call of `int4_moe` outside of compiled programs."""
+    run, routed = kimi.int4_moe, []
+
+    def record(x_TD, expert_TX, *rest):
+        routed.append(np.asarray(expert_TX))
+        return run(x_TD, expert_TX, *rest)
+
+    monkeypatch.setattr(kimi, "int4_moe", record)
+    return routed
+
+
+def state_of_batch(engine: Engine, mode: str) -> tuple[decode.State, tuple]:
+    """The loop's state behind the prefill of `PROMPTS`; sampling, plan and budget of a round."""
+    job = engine._job(
+        engine._read_prompts(PROMPTS, True), SamplingParams(ignore_eos=True), DecodeConfig(mode=mode, budget=5)
+    )
+    return next(engine._run(job, 1)).state, (job.sampling, job.plan, jnp.int32(job.budget))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_and_finished_sequences_choose_no_expert(engines, routed, mode):
+    """Three of four places, the second one finished, budget 5 in a bucket of 7 nodes."""
+    engine, _ = engines
+    models, config = engine.models, engine.models.target.config
+    state, inputs = state_of_batch(engine, mode)
+    finish_B = state.finish_B.at[1].set(STOPPED)
+    assert finish_B.tolist()[::2] == [RUNNING] * 2 and finish_B[3] != RUNNING
+    after = decode.decode_round(models, replace(state, finish_B=finish_B), *inputs)
+    (expert_TX,) = routed
+    count_B = np.where(finish_B == RUNNING, after.last.count_B, 0)
+    assert count_B.tolist() == {"ar": [1, 0, 1, 0], "chain": [4, 0, 4, 0], "ddtree": [6, 0, 6, 0]}[mode]
+    is_token_BN = np.arange(len(expert_TX) // 4)[None] < count_B[:, None]
+    np.testing.assert_array_equal(expert_TX >= 0, np.repeat(is_token_BN.reshape(-1, 1), 2, axis=1))
+    assert (expert_TX[~is_token_BN.ravel()] == -1).all()
+    if mode == "ar":
+        running = state.finish_B.at[1:].set(STOPPED)
+        decode.decode_round(models, replace(state, finish_B=running), *inputs)
+        assert len(set(routed[-1].ravel().tolist()) - {-1}) == config.num_experts_per_tok
+
+
+def test_padding_of_a_prompt_chooses_no_expert(engines, routed):
+    engine, _ = engines
+    token_BT, count_B = jnp.zeros((3, 8), jnp.int32), jnp.array([3, 0, 8], jnp.int32)
+    decode.prefill(engine.models, engine._new_context(3), token_BT, count_B)
+    (expert_TX,) = routed
+    is_token_BT = np.arange(8)[None] < np.asarray(count_B)[:, None]
+    np.testing.assert_array_equal((expert_TX >= 0).all(axis=1), is_token_BT.ravel())
+    np.testing.assert_array_equal((expert_TX == -1).all(axis=1), ~is_token_BT.ravel())
