@@ -22,6 +22,10 @@ from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tr
 from ddtree_jax.quant import NIBBLES
 from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, sharding_of
 
+# Kernels take seconds to lower; these are lowered once for all layers.
+_tree_mla = jax.jit(tree_mla, static_argnames=("num_latent", "scale"))
+_int4_moe = jax.jit(int4_moe)
+
 
 class TargetOutput(NamedTuple):
     """What one pass over T tokens gives.
@@ -95,7 +99,7 @@ class Attention(Layer):
     def _attend(self, *arrays: Array) -> Float[Array, "B T H C"]:
         config = self.config
         attend = functools.partial(
-            tree_mla if self.has_kernels else tree_mla_reference,
+            _tree_mla if self.has_kernels else tree_mla_reference,
             num_latent=config.kv_lora_rank,
             scale=config.softmax_scale,
         )
@@ -158,7 +162,7 @@ class Experts(Layer):
     ) -> Float[Array, "T D"]:
         experts = self.form(*(getattr(self, name)[...] for name in self.form._fields))
         if self.mesh is None:
-            return int4_moe(x_TD, expert_TX, weight_TX, experts)
+            return _int4_moe(x_TD, expert_TX, weight_TX, experts)
         run = jax.shard_map(
             _run_shard,
             mesh=self.mesh,
@@ -184,7 +188,7 @@ def _run_shard(
 ) -> Float[Array, "T D"]:
     """The sum over all shards of what their experts, or their part of every expert, contribute."""
     first = jax.lax.axis_index(RULES["experts"]) * experts.down_EMKmw.shape[0]
-    y_TD = int4_moe(x_TD, expert_TX - first, weight_TX, experts)
+    y_TD = _int4_moe(x_TD, expert_TX - first, weight_TX, experts)
     return jax.lax.psum(y_TD.astype(jnp.float32), MESH_AXES).astype(x_TD.dtype)
 
 
