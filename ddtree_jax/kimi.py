@@ -204,10 +204,11 @@ def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> None:
 
 
 def check_kernels(config: KimiConfig, mesh: Mesh) -> None:
-    """Raises NotImplementedError, which names the value, if a kernel does not take a shard of the target.
+    """Raises NotImplementedError, which names the value, if a kernel does not take a shard of the target in bfloat16."""
 
-    Kernels are for bfloat16. Nothing is computed.
-    """
+    def choose(x_TD: Array, shard: ExpertWeights) -> None:
+        choose_config(x_TD, pack_shard(shard))
+
     H, C = config.num_attention_heads, config.kv_lora_rank
     W = C + config.qk_rope_head_dim
     attend = _with_own_heads(functools.partial(tree_mla_gpu, num_latent=C, scale=config.softmax_scale), mesh)
@@ -221,7 +222,7 @@ def check_kernels(config: KimiConfig, mesh: Mesh) -> None:
             for name in ExpertWeights._fields
         )
     )
-    choose_config(jax.ShapeDtypeStruct((1, config.hidden_size), jnp.bfloat16), jax.eval_shape(pack_shard, shard))
+    jax.eval_shape(choose, jax.ShapeDtypeStruct((1, config.hidden_size), jnp.bfloat16), shard)
 
 
 class DenseMLP(Layer):
