@@ -16,6 +16,7 @@ logits by more than 1.25 times what the plain form moves them. Faults end the co
 
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -127,34 +128,41 @@ def compare(
     engines: dict[str, Engine], prompts: list[list[int]], num_new: int, size: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Result lines of all forms and modes, and what is wrong."""
-    exact = texts_of(complete(engines["float32"], prompts, MODES[0], num_new, size))
-    exact_logits = scores(engines["float32"], prompts, exact)
-    noise = {form: measure_noise(exact_logits, scores(engine, prompts, exact)) for form, engine in engines.items()}
+
+    def decode(engine: Engine) -> list[list[list[int]]]:
+        return [texts_of(complete(engine, prompts, mode, num_new, size)) for mode in MODES]
+
+    with ThreadPoolExecutor() as threads:  # Most of the time goes into compiling, which takes one core.
+        texts = dict(zip(engines, threads.map(decode, engines.values()), strict=True))
+        exact = texts["float32"][0]
+        logits = dict(
+            zip(engines, threads.map(lambda engine: scores(engine, prompts, exact), engines.values()), strict=True)
+        )
+    noise = {form: measure_noise(logits["float32"], logits[form]) for form in engines}
     lines, faults = [], []
     if noise["kernels"].logits > MOST_NOISE * noise["plain"].logits:
         faults.append(f"kernels move logits by {noise['kernels'].logits:.3g}, plain JAX by {noise['plain'].logits:.3g}")
-    for form, engine in engines.items():
+    for form in engines:
         bound = 0.0 if form == "float32" else BOUND_IN_SIGMA * noise["plain"].margin
-        plain_decoding = None
-        for mode in MODES:
-            texts = texts_of(complete(engine, prompts, mode, num_new, size))
-            plain_decoding = plain_decoding or texts
-            found = judge(first_differences(exact, texts, exact_logits), num_new)
-            if found["largest_gap"] > bound or (form == "float32" and texts != exact):
-                faults.append(f"{form}, {mode}: a token's float32 logit is {found['largest_gap']} below the best one's")
+        for mode, found in zip(MODES, texts[form], strict=True):
+            judged = judge(first_differences(exact, found, logits["float32"]), num_new)
+            if judged["largest_gap"] > bound or (form == "float32" and found != exact):
+                faults.append(
+                    f"{form}, {mode}: a token's float32 logit is {judged['largest_gap']} below the best one's"
+                )
             lines.append(
                 {
                     "benchmark": "kernels_in_engine",
                     "case": {"form": form, "mode": mode, "prompts": len(prompts), "batch": size, "new_tokens": num_new},
                     **provenance(),
-                    **found,
+                    **judged,
                     "bound": round(bound, 5),
-                    "sequences_unlike_ar": sum(one != two for one, two in zip(texts, plain_decoding, strict=True)),
+                    "sequences_unlike_ar": sum(map(list.__ne__, found, texts[form][0])),
                     "rms_logits": float(f"{noise[form].logits:.3g}"),
                     "rms_margin": float(f"{noise[form].margin:.3g}"),
                 }
             )
-            print(f"{form} {mode}: {found}, bound {bound:.4f}, noise {noise[form]}", flush=True)
+            print(f"{form} {mode}: {judged}, bound {bound:.4f}, {noise[form]}", flush=True)
     return lines, faults
 
 
