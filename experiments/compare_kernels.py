@@ -203,9 +203,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"error: {error}")
     prompts = windows(engines["float32"].tokenizer, _NUM_PROMPTS.value, _PROMPT_TOKENS.value)
     lines, faults = compare(engines, prompts, _NEW_TOKENS.value, _BATCH.value)
-    timed = prompts[: _NUM_TIMED.value]
-    for form, engine in engines.items():
-        lines += measure_speed(engine, form, timed, _NEW_TOKENS.value)
+    lines += measure_speed(engines["kernels"], "kernels", prompts[: _NUM_TIMED.value], _NEW_TOKENS.value)
     print(f"written to {write_lines('kernels_in_engine', lines)}")
     if faults:
         sys.exit("\n".join(faults))
