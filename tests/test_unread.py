@@ -3,12 +3,16 @@
 Nor is anything read for it: no expert's weights.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 from small_pairs import make_pair
 
 from ddtree_jax import DecodeConfig, Engine, SamplingParams, decode, kimi
@@ -60,53 +64,52 @@ def test_nothing_undefined_is_read(engines, monkeypatch, mode):
 
 
 @pytest.fixture
-def routed(monkeypatch) -> list[np.ndarray]:
-    """Expert numbers [T, X] of every call of `int4_moe` outside of compiled programs."""
+def routed_by(monkeypatch) -> Callable:
+    """Calls a step of the loop as one program; also returns the expert numbers [T, X] that its MoE layer is given."""
     run, routed = kimi._int4_moe, []
 
     def record(x_TD, expert_TX, *rest):
-        if not isinstance(expert_TX, jax.core.Tracer):
-            routed.append(np.asarray(expert_TX))
+        routed.append(expert_TX)
         return run(x_TD, expert_TX, *rest)
 
+    def routed_by(step: Callable, *args: Any) -> tuple[Any, np.ndarray]:
+        routed.clear()
+        after, expert_TX = jax.jit(lambda *args: (step(*args), *routed))(*args)
+        return after, np.asarray(expert_TX)
+
     monkeypatch.setattr(kimi, "_int4_moe", record)
-    return routed
-
-
-def state_of_batch(engine: Engine, mode: str) -> tuple[decode.State, tuple]:
-    """The loop's state behind the prefill of `PROMPTS`; sampling, plan and budget of a round."""
-    job = engine._job(
-        engine._read_prompts(PROMPTS, True), SamplingParams(ignore_eos=True), DecodeConfig(mode=mode, budget=5)
-    )
-    return next(engine._run(job, 1)).state, (job.sampling, job.plan, jnp.int32(job.budget))
+    return routed_by
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_padding_and_finished_sequences_choose_no_expert(engines, routed, mode):
+def test_padding_and_finished_sequences_choose_no_expert(engines, routed_by, mode):
     """Three of four places, the second one finished, budget 5 in a bucket of 7 nodes."""
     engine, _ = engines
-    models, config = engine.models, engine.models.target.config
-    state, inputs = state_of_batch(engine, mode)
+    decode_config = DecodeConfig(mode=mode, budget=5)
+    job = engine._job(engine._read_prompts(PROMPTS, True), SamplingParams(ignore_eos=True), decode_config)
+    state = next(engine._run(job, 1)).state
+
+    def round_with(finish_B: Array) -> tuple[decode.State, np.ndarray]:
+        step = functools.partial(decode.decode_round, plan=job.plan, budget=jnp.int32(job.budget))
+        return routed_by(step, engine.models, replace(state, finish_B=finish_B), job.sampling)
+
     finish_B = state.finish_B.at[1].set(STOPPED)
-    assert finish_B.tolist()[::2] == [RUNNING] * 2 and finish_B[3] != RUNNING
-    after = decode.decode_round(models, replace(state, finish_B=finish_B), *inputs)
-    (expert_TX,) = routed
+    assert (finish_B == RUNNING).tolist() == [True, False, True, False]
+    after, expert_TX = round_with(finish_B)
     count_B = np.where(finish_B == RUNNING, after.last.count_B, 0)
     assert count_B.tolist() == {"ar": [1, 0, 1, 0], "chain": [4, 0, 4, 0], "ddtree": [6, 0, 6, 0]}[mode]
-    is_token_BN = np.arange(len(expert_TX) // 4)[None] < count_B[:, None]
-    np.testing.assert_array_equal(expert_TX >= 0, np.repeat(is_token_BN.reshape(-1, 1), 2, axis=1))
-    assert (expert_TX[~is_token_BN.ravel()] == -1).all()
+    is_token_T = (np.arange(len(expert_TX) // 4)[None] < count_B[:, None]).ravel()
+    assert (expert_TX[is_token_T] >= 0).all()
+    assert (expert_TX[~is_token_T] == -1).all()
     if mode == "ar":
-        running = state.finish_B.at[1:].set(STOPPED)
-        decode.decode_round(models, replace(state, finish_B=running), *inputs)
-        assert len(set(routed[-1].ravel().tolist()) - {-1}) == config.num_experts_per_tok
+        _, expert_TX = round_with(finish_B.at[2].set(STOPPED))
+        assert len(np.unique(expert_TX[expert_TX >= 0])) == engine.models.target.config.num_experts_per_tok
 
 
-def test_padding_of_a_prompt_chooses_no_expert(engines, routed):
+def test_padding_of_a_prompt_chooses_no_expert(engines, routed_by):
     engine, _ = engines
     token_BT, count_B = jnp.zeros((3, 8), jnp.int32), jnp.array([3, 0, 8], jnp.int32)
-    decode.prefill(engine.models, engine._new_context(3), token_BT, count_B)
-    (expert_TX,) = routed
-    is_token_BT = np.arange(8)[None] < np.asarray(count_B)[:, None]
-    np.testing.assert_array_equal((expert_TX >= 0).all(axis=1), is_token_BT.ravel())
-    np.testing.assert_array_equal((expert_TX == -1).all(axis=1), ~is_token_BT.ravel())
+    _, expert_TX = routed_by(decode.prefill, engine.models, engine._new_context(3), token_BT, count_B)
+    is_token_T = (np.arange(8)[None] < np.asarray(count_B)[:, None]).ravel()
+    assert (expert_TX[is_token_T] >= 0).all()
+    assert (expert_TX[~is_token_T] == -1).all()
