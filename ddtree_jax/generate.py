@@ -1,5 +1,6 @@
 """The engine: loads a target and a drafter, and turns prompts into completions with one compiled loop a batch."""
 
+import functools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -221,6 +222,21 @@ class Engine:
             )
         return np.asarray(logits_BLV[0])
 
+    def trace_rounds(self, decode_config: DecodeConfig, batch: int) -> jax.stages.Traced:
+        """The loop's program for ``batch`` sequences, to be lowered and compiled; the models' arrays may be abstract."""
+        plan = self._plan(decode_config, False)
+        sampling = self._sampling_arrays([SamplingParams()] * batch, [[0]] * batch)
+        begin = functools.partial(decode.begin, plan=plan, capacity=self.max_length)
+        context = jax.eval_shape(lambda models: decode.init_context(models, batch, self.max_length), self.models)
+        state = jax.eval_shape(begin, self.models, context, sampling)
+        number = np.int32(0)
+        inputs = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated),
+            (state, sampling, number, number),
+        )
+        with self._precision():
+            return self._decode_rounds.trace(self.models, *inputs, plan=plan)
+
     def _read_prompts(self, prompts: Any, thinking: Any) -> list[Prompt]:
         if not isinstance(thinking, bool):
             raise ValueError(f"thinking is {shown(thinking)}; allowed are True and False")
@@ -243,7 +259,7 @@ class Engine:
 
     def _precision(self) -> AbstractContextManager:
         """float32 means float32: without this, a GPU rounds the factors of float32 products to TF32."""
-        is_float32 = self.models.target.norm_D[...].dtype == jnp.float32
+        is_float32 = self.models.target.norm_D.dtype == jnp.float32
         return jax.default_matmul_precision("highest" if is_float32 else "default")
 
     def _put(self, tree: Any) -> Any:
@@ -267,21 +283,26 @@ class Engine:
                 raise ValueError(
                     f"stop is {shown(one.stop)}, but the checkpoint has no tokenizer; allowed: stop_token_ids"
                 )
+        plan = self._plan(decode_config, any(one.top_logprobs for one in params))
+        arrays = self._sampling_arrays(params, [prompt.token_ids for prompt in prompts])
+        return _Job(prompts, list(params), self._put(arrays), plan, min(decode_config.budget, plan.num_nodes - 1))
+
+    def _plan(self, decode_config: DecodeConfig, wants_top_logprobs: bool) -> Plan:
         depth, mask_token_id = 0, 0
         if decode_config.mode != "ar" and decode_config.budget > 0:
             drafter_config = self._drafter_config(f"mode {decode_config.mode!r}")
             depth, mask_token_id = drafter_config.depth, drafter_config.mask_token_id
-        wants_top_logprobs = any(one.top_logprobs for one in params)
-        plan = Plan.of(decode_config, depth, mask_token_id, self._vocab_size, wants_top_logprobs)
-        arrays = SamplingArrays.stack(
+        return Plan.of(decode_config, depth, mask_token_id, self._vocab_size, wants_top_logprobs)
+
+    def _sampling_arrays(self, params: Sequence[SamplingParams], token_ids: list[list[int]]) -> SamplingArrays:
+        return SamplingArrays.stack(
             params,
-            [prompt.token_ids for prompt in prompts],
-            batch=next(size for size in BATCH_BUCKETS if size >= len(prompts)),
+            token_ids,
+            batch=next(size for size in BATCH_BUCKETS if size >= len(params)),
             max_length=self.max_length,
             vocab_size=self._vocab_size,
             eos_token_ids=self.models.target.config.eos_token_ids,
         )
-        return _Job(prompts, list(params), self._put(arrays), plan, min(decode_config.budget, plan.num_nodes - 1))
 
     def _new_context(self, batch: int) -> decode.Context:
         return self._init_context(self.models, batch, self.max_length)

@@ -166,7 +166,7 @@ class Experts(Layer):
         run = jax.shard_map(
             _run_shard,
             mesh=self.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), _BLOCK_SPECS),
+            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), BLOCK_SPECS),
             out_specs=PartitionSpec(),
             check_vma=False,
         )
@@ -174,7 +174,7 @@ class Experts(Layer):
 
 
 # A shard has whole experts' groups of features, and of down the block columns that take them.
-_BLOCK_SPECS = ExpertBlocks(
+BLOCK_SPECS = ExpertBlocks(
     PartitionSpec(RULES["experts"], RULES["expert_width"]),
     PartitionSpec(RULES["experts"], None, RULES["expert_width"]),
 )
@@ -197,7 +197,7 @@ def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> None:
     specs = ExpertWeights(
         *(PartitionSpec(RULES["experts"], None, RULES["expert_width"]) for _ in ExpertWeights._fields)
     )
-    pack = jax.jit(jax.shard_map(pack_shard, mesh=mesh, in_specs=(specs,), out_specs=_BLOCK_SPECS, check_vma=False))
+    pack = jax.jit(jax.shard_map(pack_shard, mesh=mesh, in_specs=(specs,), out_specs=BLOCK_SPECS, check_vma=False))
     for table in arrays.values():
         if ExpertWeights._fields[0] in table:
             table |= pack(ExpertWeights(*(table.pop(name) for name in ExpertWeights._fields)))._asdict()
