@@ -323,6 +323,7 @@ class Kimi(Layer):
         has_kernels: bool = False,
     ):
         super().__init__(config, {**arrays["embed"], **arrays["head"]})
+        self.mesh = mesh
         self.capture = capture
         self.blocks = nnx.List(
             Block(config, layer, arrays[f"layer_{layer}"], mesh, has_kernels)
@@ -339,7 +340,13 @@ class Kimi(Layer):
         }
 
     def embed(self, token_ids_BT: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
-        return self.embedding_VD[...][token_ids_BT]
+        if self.mesh is None:
+            return self.embedding_VD[...][token_ids_BT]
+        rows = PartitionSpec(RULES["vocab"])
+        run = jax.shard_map(
+            _embed_shard, mesh=self.mesh, in_specs=(PartitionSpec(), rows), out_specs=PartitionSpec(), check_vma=False
+        )
+        return run(token_ids_BT, self.embedding_VD[...])
 
     def unembed(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits, float32."""
@@ -378,6 +385,15 @@ class Kimi(Layer):
         empty_BTY = jnp.zeros((*x_BTD.shape[:2], 0), x_BTD.dtype)
         features_BTY = jnp.concatenate([empty_BTY, *(captured[layer] for layer in self.capture)], axis=-1)
         return TargetOutput(rms_norm(x_BTD, self.norm_D[...], self.config.rms_norm_eps), features_BTY, rows, experts)
+
+
+def _embed_shard(token_ids_BT: Int32[Array, "B T"], embedding_VD: Float[Array, "V D"]) -> Float[Array, "B T D"]:
+    """Embeddings from a shard's rows. Left to itself, XLA gathers all shards' rows to look one token up."""
+    num_rows = embedding_VD.shape[0]
+    row_BT = token_ids_BT - jax.lax.axis_index(RULES["vocab"]) * num_rows
+    is_here_BT = (row_BT >= 0) & (row_BT < num_rows)
+    found_BTD = jnp.where(is_here_BT[..., None], embedding_VD[jnp.where(is_here_BT, row_BT, 0)], 0)
+    return jax.lax.psum(found_BTD, RULES["vocab"])
 
 
 def parameters(config: KimiConfig) -> Parameters:
