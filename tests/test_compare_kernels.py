@@ -23,7 +23,7 @@ def engines() -> dict[str, Engine]:
 
 
 def test_rounding_passes_and_a_fault_does_not(engines):
-    """A gain that is a third too large in one layer is a fault."""
+    """A gain that is a third too large in one layer is a fault; so is NaN."""
     lines, faults = compare(engines, PROMPTS, 24, 8)
     assert faults == []
     exact, rounded = lines[:3], lines[3:]
@@ -32,9 +32,10 @@ def test_rounding_passes_and_a_fault_does_not(engines):
     assert all(line["differing_tokens"] > 0 for line in rounded)
     assert all(0 < line["largest_gap"] < line["bound"] for line in rounded)
     gain_D = engines["kernels"].models.target.blocks[1].post_attention_norm_D
-    gain_D[...] = gain_D[...] * 1.33
-    _, faults = compare(engines, PROMPTS, 24, 8)
-    assert len(faults) > 0 and all("kernels" in fault for fault in faults)
+    for factor in (1.33, np.nan):
+        gain_D[...] = gain_D[...] * factor
+        _, faults = compare(engines, PROMPTS, 24, 8)
+        assert len(faults) > 0 and all("kernels" in fault for fault in faults)
 
 
 def test_where_texts_part():
