@@ -1,0 +1,205 @@
+"""Compares the INT4 kernel on the device that is there with float64 on the host, with itself, and with its portable forms."""
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ddtree_jax.pallas import int4_kernel
+from ddtree_jax.pallas.int4_blocks import BLOCK_ROWS, pack_down, pack_gate_up
+from ddtree_jax.pallas.int4_moe import ExpertBlocks, choose_config, int4_moe_gpu
+from ddtree_jax.quant import dequantize
+from experiments.bench_int4_moe import SHARDS, WIDTH, Shard
+
+LARGEST_ERROR = 4e-3
+"""Relative norm error that is still right: that of a bfloat16 output on bfloat16 hidden rows, and some room."""
+
+SHAPES = (
+    (1, 1, 8, 64, 32),
+    (64, 8, 384, 128, 64),
+    (33, 6, 20, 320, 160),
+    (9, 4, 12, 1024, 512),
+    (7, 3, 9, 576, 288),
+    (5, 2, 16, 96, 96),
+    (64, 8, 32, 256, 128),
+    (16, 8, 48, 512, 1024),
+    (2, 8, 64, 1536, 256),
+    (40, 1, 8, 224, 352),
+)
+"""T, X, E, D, F."""
+COMPARED = (3, 6, 7)
+"""Of these the portable forms are compared, too."""
+
+
+class Problem(NamedTuple):
+    """Small random experts: in blocks on the device, and dense on the host."""
+
+    shape: tuple[int, ...]
+    experts: ExpertBlocks
+    gate_up_E2FD: np.ndarray
+    down_EDF: np.ndarray
+
+
+class Routing(NamedTuple):
+    x_TD: jax.Array
+    expert_TX: np.ndarray
+    weight_TX: np.ndarray
+
+
+def draw_problem(shape: tuple[int, ...]) -> Problem:
+    """Scales that must not matter are NaN: the last expert's, which nothing chooses, and those of rows behind the width."""
+    _, _, E, D, F = shape
+    rng = np.random.default_rng(shape)
+    rows = BLOCK_ROWS * -(-D // BLOCK_ROWS)
+    parts = []
+    for axes in ((E, 2, F, D), (E, rows, F)):
+        words = rng.integers(-(2**31), 2**31, (*axes[:-1], axes[-1] // 8)).astype(np.int32)
+        scale = rng.normal(0.0, 0.05, (*axes[:-1], axes[-1] // 32))
+        scale[-1] = np.nan
+        parts.append((words, scale))
+    parts[1][1][:, D:] = np.nan
+    parts = [(jnp.asarray(words), jnp.asarray(scale, jnp.bfloat16)) for words, scale in parts]
+    experts = ExpertBlocks(pack_gate_up(*parts[0]), pack_down(*parts[1]))
+    gate_up_E2FD, down_EDF = (np.asarray(dequantize(*part, jnp.float32), np.float64) for part in parts)
+    return Problem(shape, experts, gate_up_E2FD, down_EDF[:, :D])
+
+
+def draw_routing(shape: tuple[int, ...], number: int) -> Routing:
+    """In turn: distinct experts, one for all, with foreign and repeated ones, few of them, all but one foreign.
+
+    Rows of tokens without a local expert are NaN.
+    """
+    T, X, E, D, _ = shape
+    rng = np.random.default_rng((*shape, number))
+    kinds = (
+        lambda: np.stack([rng.choice(E - 1, X, replace=X > E - 1) for _ in range(T)]),
+        lambda: np.full((T, X), rng.integers(0, E - 1)),
+        lambda: rng.integers(-3, E + 3, (T, X)),
+        lambda: rng.integers(0, min(3, E - 1), (T, X)),
+        lambda: np.where(np.arange(T * X).reshape(T, X) == T * X // 2, 0, -1),
+    )
+    expert_TX = kinds[number % len(kinds)]()
+    expert_TX = np.where(expert_TX == E - 1, -1, expert_TX).astype(np.int32)
+    is_local_T1 = ((expert_TX >= 0) & (expert_TX < E)).any(axis=1)[:, None]
+    x_TD = np.where(is_local_T1, rng.normal(size=(T, D)), np.nan)
+    return Routing(jnp.asarray(x_TD, jnp.bfloat16), expert_TX, rng.normal(size=(T, X)).astype(np.float32))
+
+
+def compute_float64(routing: Routing, gate_up_E2FD: np.ndarray, down_EDF: np.ndarray) -> np.ndarray:
+    """Each expert once, for all tokens that chose it."""
+    x_TD = np.asarray(routing.x_TD.astype(jnp.float32), np.float64)
+    y_TD = np.zeros(x_TD.shape)
+    for expert in range(len(down_EDF)):
+        weight_T = np.where(routing.expert_TX == expert, routing.weight_TX.astype(np.float64), 0.0).sum(axis=1)
+        tokens = np.flatnonzero((routing.expert_TX == expert).any(axis=1))
+        if len(tokens):
+            gate_tF, up_tF = (x_TD[tokens] @ weight_FD.T for weight_FD in gate_up_E2FD[expert])
+            y_tD = (gate_tF / (1 + np.exp(-gate_tF)) * up_tF) @ down_EDF[expert].T
+            y_TD[tokens] += weight_T[tokens, None] * y_tD
+    return y_TD
+
+
+def measure_error(y_TD: np.ndarray, expected_TD: np.ndarray) -> float:
+    """Relative norm error; of an output that should be zero, its largest value. Infinite if anything is not finite."""
+    if not np.isfinite(y_TD).all():
+        return np.inf
+    if not expected_TD.any():
+        return float(np.abs(y_TD).max())
+    return float(np.linalg.norm(y_TD - expected_TD) / np.linalg.norm(expected_TD))
+
+
+def portable_configs(config: int4_kernel.Config) -> list[int4_kernel.Config]:
+    """Forms for other devices that add up in the same order as ``config``."""
+    return [
+        dataclasses.replace(form, num_blocks=config.num_blocks, step_columns=config.step_columns)
+        for form in (int4_kernel.SMALL, int4_kernel.AMPERE)
+    ]
+
+
+def _compile(config: int4_kernel.Config, problem: Problem) -> Callable[..., jax.Array]:
+    T, X, _, D, _ = problem.shape
+    arguments = [jax.ShapeDtypeStruct((T, D), jnp.bfloat16)]
+    arguments += [jax.ShapeDtypeStruct((T, X), dtype) for dtype in (jnp.int32, jnp.float32)]
+    return jax.jit(functools.partial(int4_moe_gpu, config=config)).lower(*arguments, problem.experts).compile()
+
+
+def _configs(number: int, problem: Problem) -> list[int4_kernel.Config]:
+    """The device's form, and those that are compared with it."""
+    T, _, _, D, _ = problem.shape
+    config = choose_config(jax.ShapeDtypeStruct((T, D), jnp.bfloat16), problem.experts)
+    return [config, *(portable_configs(config) if number in COMPARED else [])]
+
+
+def _check_routing(problem: Problem, routing: Routing, kernels: list[Callable], pool: concurrent.futures.Executor):
+    """Starts the kernels; returns the comparison to come: error, and whether all forms gave the same bits."""
+    inputs = (routing.x_TD, jnp.asarray(routing.expert_TX), jnp.asarray(routing.weight_TX), problem.experts)
+    outputs = [kernel(*inputs) for kernel in kernels]
+
+    def compare() -> tuple[float, bool]:
+        y_TD, *others = (np.asarray(output.astype(jnp.float32), np.float64) for output in outputs)
+        expected_TD = compute_float64(routing, problem.gate_up_E2FD, problem.down_EDF)
+        return measure_error(y_TD, expected_TD), all(np.array_equal(y_TD, other) for other in others)
+
+    return pool.submit(compare)
+
+
+def check_random(num_routings: int) -> float:
+    """Prints a line a shape; returns the largest error.
+
+    Raises:
+      AssertionError: a portable form differs from the device's by a bit.
+    """
+    worst = 0.0
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        problems = list(pool.map(draw_problem, SHAPES))
+        configs = [_configs(number, problem) for number, problem in enumerate(problems)]
+        compiling = [
+            [pool.submit(_compile, config, problem) for config in forms]
+            for forms, problem in zip(configs, problems, strict=True)
+        ]
+        for number, problem in enumerate(problems):
+            kernels = [kernel.result() for kernel in compiling[number]]
+            count = -(-num_routings // len(SHAPES))
+            comparisons = [_check_routing(problem, draw_routing(problem.shape, i), kernels, pool) for i in range(count)]
+            errors, equal = zip(*(comparison.result() for comparison in comparisons), strict=True)
+            wrong = [i for i, error in enumerate(errors) if not error < LARGEST_ERROR]
+            forms = f", {len(kernels) - 1} other forms" if len(kernels) > 1 else ""
+            print(
+                f"T, X, E, D, F = {problem.shape}: {count} routings{forms}: largest error {max(errors):.5f}, wrong: {wrong}",
+                flush=True,
+            )
+            assert all(equal), f"forms differ in routings {[i for i, same in enumerate(equal) if not same]}"
+            worst = max(worst, *errors)
+    return worst
+
+
+def check_repeats(shard: Shard, experts: ExpertBlocks, nodes: int, times: int) -> bool:
+    """Whether the same inputs gave the same bits every time, and in every form."""
+    x_TD = jax.random.normal(jax.random.key(1), (nodes, WIDTH), jnp.bfloat16)
+    config = choose_config(x_TD, experts)
+    routing = tuple(map(jnp.asarray, shard.draw_routing(nodes, 0)))
+    kernel, *others = (
+        jax.jit(functools.partial(int4_moe_gpu, config=form)) for form in (config, *portable_configs(config))
+    )
+    expected = kernel(x_TD, *routing, experts)
+    outputs = [kernel(x_TD, *routing, experts) for _ in range(times - 1)]
+    outputs += [other(x_TD, *routing, experts) for other in others]
+    return bool(jnp.isfinite(expected).all()) and all(bool(jnp.array_equal(output, expected)) for output in outputs)
+
+
+def check(num_routings: int) -> None:
+    """Prints what agrees; raises AssertionError where something does not."""
+    worst = check_random(num_routings)
+    print(f"{num_routings} random routings: largest error {worst:.5f}", flush=True)
+    assert worst < LARGEST_ERROR, f"error {worst}"
+    for shard in SHARDS:
+        experts = shard.draw_weights()
+        for nodes in (1, 16, 64):
+            is_equal = check_repeats(shard, experts, nodes, 100)
+            print(f"{shard.mesh}, {nodes} nodes: 100 runs and 2 portable forms bit-equal: {is_equal}", flush=True)
+            assert is_equal
