@@ -3,6 +3,8 @@
 import concurrent.futures
 import dataclasses
 import functools
+import multiprocessing
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -128,58 +130,42 @@ def _compile(config: int4_kernel.Config, problem: Problem) -> Callable[..., jax.
     return jax.jit(functools.partial(int4_moe_gpu, config=config)).lower(*arguments, problem.experts).compile()
 
 
-def _configs(number: int, problem: Problem) -> list[int4_kernel.Config]:
-    """The device's form, and those that are compared with it."""
-    T, _, _, D, _ = problem.shape
-    config = choose_config(jax.ShapeDtypeStruct((T, D), jnp.bfloat16), problem.experts)
-    return [config, *(portable_configs(config) if number in COMPARED else [])]
-
-
-def _check_routing(problem: Problem, routing: Routing, kernels: list[Callable], pool: concurrent.futures.Executor):
-    """Starts the kernels; returns the comparison to come: error, and whether all forms gave the same bits."""
-    inputs = (routing.x_TD, jnp.asarray(routing.expert_TX), jnp.asarray(routing.weight_TX), problem.experts)
-    outputs = [kernel(*inputs) for kernel in kernels]
-
-    def compare() -> tuple[float, bool]:
-        y_TD, *others = (np.asarray(output.astype(jnp.float32), np.float64) for output in outputs)
-        expected_TD = compute_float64(routing, problem.gate_up_E2FD, problem.down_EDF)
-        return measure_error(y_TD, expected_TD), all(np.array_equal(y_TD, other) for other in others)
-
-    return pool.submit(compare)
-
-
-def check_random(num_routings: int) -> float:
-    """Prints a line a shape; returns the largest error.
+def check_shape(number: int, num_routings: int) -> tuple[float, str]:
+    """Largest error over random routings of one of the shapes, and a line about it.
 
     Raises:
       AssertionError: a portable form differs from the device's by a bit.
     """
-    worst = 0.0
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        problems = list(pool.map(draw_problem, SHAPES))
-        configs = [_configs(number, problem) for number, problem in enumerate(problems)]
-        compiling = [
-            [pool.submit(_compile, config, problem) for config in forms]
-            for forms, problem in zip(configs, problems, strict=True)
-        ]
-        for number, problem in enumerate(problems):
-            kernels = [kernel.result() for kernel in compiling[number]]
-            count = -(-num_routings // len(SHAPES))
-            comparisons = [_check_routing(problem, draw_routing(problem.shape, i), kernels, pool) for i in range(count)]
-            errors, equal = zip(*(comparison.result() for comparison in comparisons), strict=True)
-            wrong = [i for i, error in enumerate(errors) if not error < LARGEST_ERROR]
-            forms = f", {len(kernels) - 1} other forms" if len(kernels) > 1 else ""
-            print(
-                f"T, X, E, D, F = {problem.shape}: {count} routings{forms}: largest error {max(errors):.5f}, wrong: {wrong}",
-                flush=True,
-            )
-            assert all(equal), f"forms differ in routings {[i for i, same in enumerate(equal) if not same]}"
-            worst = max(worst, *errors)
-    return worst
+    problem = draw_problem(SHAPES[number])
+    T, _, _, D, _ = problem.shape
+    config = choose_config(jax.ShapeDtypeStruct((T, D), jnp.bfloat16), problem.experts)
+    forms = [config, *(portable_configs(config) if number in COMPARED else [])]
+    errors = compare_routings(problem, [_compile(form, problem) for form in forms], num_routings)
+    wrong = [i for i, error in enumerate(errors) if not error < LARGEST_ERROR]
+    line = (
+        f"T, X, E, D, F = {problem.shape}: {num_routings} routings, forms: {len(forms)}, "
+        f"largest error {max(errors):.5f}, wrong: {wrong}"
+    )
+    return max(errors), line
 
 
-def check_repeats(shard: Shard, experts: ExpertBlocks, nodes: int, times: int) -> bool:
-    """Whether the same inputs gave the same bits every time, and in every form."""
+def compare_routings(problem: Problem, forms: list[Callable[..., jax.Array]], num_routings: int) -> list[float]:
+    """Errors of the first form; the others must give the same bits."""
+    errors = []
+    for i in range(num_routings):
+        routing = draw_routing(problem.shape, i)
+        inputs = (routing.x_TD, jnp.asarray(routing.expert_TX), jnp.asarray(routing.weight_TX), problem.experts)
+        outputs = [form(*inputs) for form in forms]
+        expected_TD = compute_float64(routing, problem.gate_up_E2FD, problem.down_EDF)
+        y_TD, *others = (np.asarray(output.astype(jnp.float32), np.float64) for output in outputs)
+        errors.append(measure_error(y_TD, expected_TD))
+        assert all(np.array_equal(y_TD, other, equal_nan=True) for other in others), f"forms differ in routing {i}"
+    return errors
+
+
+def check_repeats(shard: Shard, nodes: int, times: int) -> tuple[bool, str]:
+    """Whether the same inputs gave the same bits every time, and in every form; a line about it."""
+    experts = shard.draw_weights()
     x_TD = jax.random.normal(jax.random.key(1), (nodes, WIDTH), jnp.bfloat16)
     config = choose_config(x_TD, experts)
     routing = tuple(map(jnp.asarray, shard.draw_routing(nodes, 0)))
@@ -189,17 +175,32 @@ def check_repeats(shard: Shard, experts: ExpertBlocks, nodes: int, times: int) -
     expected = kernel(x_TD, *routing, experts)
     outputs = [kernel(x_TD, *routing, experts) for _ in range(times - 1)]
     outputs += [other(x_TD, *routing, experts) for other in others]
-    return bool(jnp.isfinite(expected).all()) and all(bool(jnp.array_equal(output, expected)) for output in outputs)
+    is_equal = bool(jnp.isfinite(expected).all()) and all(bool(jnp.array_equal(y, expected)) for y in outputs)
+    return is_equal, f"{shard.mesh}, {nodes} nodes: {times} runs and {len(others)} portable forms bit-equal: {is_equal}"
 
 
 def check(num_routings: int) -> None:
-    """Prints what agrees; raises AssertionError where something does not."""
-    worst = check_random(num_routings)
-    print(f"{num_routings} random routings: largest error {worst:.5f}", flush=True)
+    """Prints what agrees; a process a shape, since most of the time goes into tracing.
+
+    Raises:
+      AssertionError: something is wrong.
+    """
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(mp_context=context) as pool:
+        count = -(-num_routings // len(SHAPES))
+        repeats = [pool.submit(check_repeats, shard, nodes, 100) for shard in SHARDS for nodes in (1, 16, 64)]
+        shapes = [pool.submit(check_shape, number, count) for number in range(len(SHAPES))]
+        worst = 0.0
+        for shape in shapes:
+            error, line = shape.result()
+            print(line, flush=True)
+            worst = max(worst, error)
+        print(f"{count * len(SHAPES)} random routings: largest error {worst:.5f}", flush=True)
+        is_repeatable = True
+        for repeat in repeats:
+            is_equal, line = repeat.result()
+            print(line, flush=True)
+            is_repeatable &= is_equal
     assert worst < LARGEST_ERROR, f"error {worst}"
-    for shard in SHARDS:
-        experts = shard.draw_weights()
-        for nodes in (1, 16, 64):
-            is_equal = check_repeats(shard, experts, nodes, 100)
-            print(f"{shard.mesh}, {nodes} nodes: 100 runs and 2 portable forms bit-equal: {is_equal}", flush=True)
-            assert is_equal
+    assert is_repeatable, "runs differ"
