@@ -153,7 +153,7 @@ class _Block:
     units: Any
     pairs: Any
     places: Any
-    semaphores: Any
+    semaphores: warps.Semaphores
 
     @property
     def num_stages(self) -> int:
@@ -173,7 +173,10 @@ class _Block:
         return self.inputs[3].shape[1]
 
     def fetch(self) -> None:
-        """Keeps the ring full. Each of the four warps takes every fourth step, counted through both products."""
+        """Keeps the ring full. Each of four warps takes every fourth step, counted through both products.
+
+        With fewer stages, fewer warps: one that ran a stage's whole turn ahead could not tell whether it is free.
+        """
         done = jnp.int32(0)
         for product, token_mask in zip(self.products, (15, 0), strict=True):
             start, end = product.span(self.num_units, self.index)
@@ -182,10 +185,11 @@ class _Block:
 
     def _fetch_product(self, product: Product, token_mask: int, start: Array, end: Array, done: Array) -> None:
         config, tokens = self.config, self.inputs[0]
-        first = start + lax.rem(warps.warp_index() - done + _WARPS * (done // _WARPS + 1), _WARPS)
+        warp, num_warps = warps.warp_index(), min(_WARPS, self.num_stages)
+        first = start + lax.rem(warp - done + num_warps * (done // num_warps + 1), num_warps)
 
         def fetch(turn: Array, carry: Array) -> Array:
-            step = first + _WARPS * turn
+            step = first + num_warps * turn
             count = done + step - start
             unit, tile, k = product.position(step)
             entry = self.units[unit]
@@ -210,7 +214,8 @@ class _Block:
             )
             return carry
 
-        lax.fori_loop(0, jnp.maximum(end - first + _WARPS - 1, 0) // _WARPS, fetch, 0)
+        turns = jnp.maximum(end - first + num_warps - 1, 0) // num_warps
+        lax.fori_loop(0, jnp.where(warp < num_warps, turns, 0), fetch, 0)
 
     def compute(self) -> None:
         """Both products and what lies between and behind them."""
@@ -220,15 +225,10 @@ class _Block:
         stage = self._multiply(gate_up, stage, first_sums, first_parts, hidden)
         self._combine()
         self._multiply(down, stage, second_sums, second_parts, None)
-        self._signal(jnp.int32(0))
-        self._await(jnp.int32(0), jnp.int32(self.config.num_blocks))
+        self.semaphores.signal(jnp.int32(0))
+        self.semaphores.wait(jnp.int32(0), jnp.int32(self.config.num_blocks))
+        pl.when(self.index == 0)(self.semaphores.close)
         self._add_up()
-
-    def _signal(self, index: Array) -> None:
-        warps.signal(self.semaphores, index, self.config.num_threads)
-
-    def _await(self, index: Array, count: Array) -> None:
-        warps.await_count(self.semaphores, index, count, self.config.num_threads)
 
     def _is_ready(self, unit: Array) -> Array:
         """Semaphore that counts the unit's tiles of gate and up whose hidden rows are written."""
@@ -283,7 +283,7 @@ class _Block:
                     feature = tile * (config.tile_rows // 2)
                     features = {"num_features": self.num_features}
                     steps.store_hidden(sums, hidden, self.pairs, unit, feature, self.warpgroup, **features, **blocks)
-                    self._signal(self._is_ready(unit))
+                    self.semaphores.signal(self._is_ready(unit))
 
             @pl.when(must_store)
             def _() -> None:
@@ -295,7 +295,7 @@ class _Block:
 
                 @pl.when((k + 1 < product.num_steps) & (s + 1 == end))
                 def _() -> None:
-                    self._signal(self._has_parts(unit, tile))
+                    self.semaphores.signal(self._has_parts(unit, tile))
 
             sums = sums * jnp.where(ends, 0.0, 1.0)
             is_last = stage + 1 == self.num_stages
@@ -311,7 +311,7 @@ class _Block:
         if not is_first:
             threads = self.config.num_threads
             gate_up, down = self.products
-            self._await(self._is_ready(unit), jnp.int32(gate_up.num_tiles))
+            self.semaphores.wait(self._is_ready(unit), jnp.int32(gate_up.num_tiles))
             steps.load_hidden(
                 self.outputs[2],
                 self.hidden_s,
@@ -336,7 +336,7 @@ class _Block:
         @pl.when((k > 0) & (start - k + product.num_steps <= end))
         def _() -> None:
             owners = product.owner(self.num_units, start - k), self.index
-            self._await(self._has_parts(unit, tile), owners[1] - owners[0])
+            self.semaphores.wait(self._has_parts(unit, tile), owners[1] - owners[0])
             count = self.units[unit] & 15
 
             def combine(turn: Array, carry: Array) -> Array:
@@ -357,7 +357,7 @@ class _Block:
 
             turns = (count - self.warpgroup + self.config.warpgroups - 1) // self.config.warpgroups
             lax.fori_loop(0, turns, combine, 0)
-            self._signal(self._is_ready(unit))
+            self.semaphores.signal(self._is_ready(unit))
 
     def _add_up(self) -> None:
         """Sums over tokens' experts: a warpgroup a token and tile, in turns."""
@@ -442,15 +442,18 @@ def int4_moe_kernel(
     def body(x, expert, gate_up, down, weight, *refs) -> None:
         outputs, (ring, barriers, hidden_s, units, pairs, places) = refs[:6], refs[6:]
         fetching = 1 if config.has_bulk_copies else 32
+        index = lax.axis_index("block")
+        threads = config.num_threads + 128
+        num_semaphores = 1 + P * (1 + gate_up_product.num_tiles)
+        semaphores = warps.open_semaphores(num_semaphores, index, config.num_blocks, threads, config.num_threads)
         arrivals = [fetching] * num_stages + [_WARPS * config.warpgroups] * num_stages
         warps.init_barriers(barriers, arrivals)
-        threads = config.num_threads + 128
         build_schedule(expert, units, pairs, places, ring, num_pairs=P, num_experts=E, num_threads=threads)
         warpgroup = lax.axis_index("warpgroup")
         block = _Block(
             config,
             num_features,
-            lax.axis_index("block"),
+            index,
             warpgroup,
             units[P],
             (x, gate_up, down, weight),
@@ -461,7 +464,7 @@ def int4_moe_kernel(
             units,
             pairs,
             places,
-            pl.get_global(plgpu.SemaphoreType.REGULAR((1 + P * (1 + gate_up_product.num_tiles),))),
+            semaphores,
         )
         pl.when(warpgroup == config.warpgroups)(block.fetch)
         pl.when(warpgroup < config.warpgroups)(block.compute)
