@@ -1,6 +1,6 @@
 """Routed experts with INT4 group-32 weights on a GPU: one kernel from routing to output.
 
-A block has 2 computing warpgroups and 1 that fetches. Both products are cut into steps of 512 rows by 128 columns of one
+A block has 4 computing warpgroups and 1 that fetches. Both products are cut into steps of 512 rows by 128 columns of one
 unit (an expert and up to 8 of its tokens, see `int4_schedule`), in the order (unit, tile of 512 rows, columns), and every
 block takes an equal span of them, wherever tiles begin or end::
 
@@ -48,7 +48,7 @@ class Config:
     """
 
     num_blocks: int = 132
-    warpgroups: int = 2
+    warpgroups: int = 4
     tile_rows: int = 512
     step_columns: int = 128
     shared_bytes: int = 223_000
@@ -127,13 +127,6 @@ class Product:
         """Unit, tile of the unit, step of the tile."""
         tile = step // self.num_steps
         return tile // self.num_tiles, lax.rem(tile, self.num_tiles), lax.rem(step, self.num_steps)
-
-    def advance(self, unit: Array, tile: Array, k: Array) -> tuple[Array, Array, Array]:
-        """Position of the next step."""
-        ends_tile = k + 1 == self.num_steps
-        ends_unit = ends_tile & (tile + 1 == self.num_tiles)
-        next_tile = jnp.where(ends_unit, 0, tile + ends_tile.astype(_INT))
-        return unit + ends_unit.astype(_INT), next_tile, jnp.where(ends_tile, 0, k + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,17 +235,46 @@ class _Block:
         self, product: Product, stage: tuple[Array, Array], sums_ref: Any, parts_ref: Any, hidden: Any
     ) -> tuple[Array, Array]:
         """Goes through the block's span of a product's steps; ``hidden`` takes tiles of gate and up that are whole."""
-        config = self.config
+        num_steps = product.num_steps
         start, end = product.span(self.num_units, self.index)
+        first = start // num_steps
+        last = jnp.where(start < end, (end + num_steps - 1) // num_steps, first)
         is_first = hidden is not None
-        blocks = {"warpgroup_blocks": config.warpgroup_blocks}
+
+        def multiply_tile(index: Array, carry: tuple) -> tuple:
+            *ring, count = carry
+            unit, tile = index // product.num_tiles, lax.rem(index, product.num_tiles)
+            is_new = (index == first) | (tile == 0)
+            count = lax.cond(is_new, lambda: self._begin_unit(unit, is_first), lambda: count)
+            begin = jnp.maximum(start - index * num_steps, 0)
+            stop = jnp.minimum(end - index * num_steps, num_steps)
+            *ring, sums = self._multiply_steps(product, begin, stop, count, ring, is_first)
+            is_whole = (begin == 0) & (stop == num_steps)
+            if is_first:
+                pl.when(is_whole)(lambda: self._store_hidden(sums, hidden, unit, tile))
+
+            @pl.when(jnp.logical_not(is_whole) if is_first else index >= 0)
+            def _() -> None:
+                where = (unit, tile, self.index, (begin > 0).astype(_INT), self.warpgroup)
+                blocks = {"tile_blocks": self.config.tile_blocks, "warpgroup_blocks": self.config.warpgroup_blocks}
+                steps.store_sums(sums, sums_ref, parts_ref, self.pairs, *where, **blocks)
+
+            if is_first:
+                pl.when(stop < num_steps)(lambda: self.semaphores.signal(self._has_parts(unit, tile)))
+            return (*ring, count)
+
+        return lax.fori_loop(first, last, multiply_tile, (*stage, jnp.int32(0)))[:2]
+
+    def _multiply_steps(
+        self, product: Product, begin: Array, stop: Array, count: Array, ring: Sequence[Array], is_first: bool
+    ) -> tuple[Array, Array, Array]:
+        """Steps ``begin`` to ``stop`` of a tile: where the ring is then, and the sums."""
+        config = self.config
         tokens_at = config.tile_blocks * config.step_blocks * BLOCK_WORDS * 4
         zeros = plgpu.layout_cast(jnp.zeros((BLOCK_ROWS * config.warpgroup_blocks, TOKENS)), steps.ACCUMULATOR)
 
-        def step(s: Array, carry: tuple) -> tuple:
-            stage, parity, unit, tile, k, count, sums = carry
-            is_new = (s == start) | ((tile == 0) & (k == 0))
-            count = lax.cond(is_new, lambda: self._begin_unit(unit, is_first), lambda: count)
+        def step(k: Array, carry: tuple) -> tuple:
+            stage, parity, sums = carry
             warps.wait_barrier(self.barriers, stage, parity)
             sums = steps.multiply_step(
                 self.ring,
@@ -263,47 +285,23 @@ class _Block:
                 stage * self.stage_bytes + tokens_at if is_first else k * (2 * config.step_columns),
                 count,
                 step_blocks=config.step_blocks,
+                warpgroup_blocks=config.warpgroup_blocks,
                 tile_blocks=config.tile_blocks,
                 group=product.group,
                 stride=steps.token_stride(config.step_columns if is_first else product.num_columns),
                 has_exact_weights=config.has_exact_weights,
-                **blocks,
             )
             warps.arrive_warp(self.barriers, stage + self.num_stages)
-
-            ends = k + 1 == product.num_steps
-            # The tile began in an earlier block's span if this span's first step is not the tile's.
-            is_later = s - k < start
-            must_store = ends | (s + 1 == end)
-            if is_first:
-                must_store = (ends & is_later) | ((k + 1 < product.num_steps) & (s + 1 == end))
-
-                @pl.when(ends & (s - k >= start))
-                def _() -> None:
-                    feature = tile * (config.tile_rows // 2)
-                    features = {"num_features": self.num_features}
-                    steps.store_hidden(sums, hidden, self.pairs, unit, feature, self.warpgroup, **features, **blocks)
-                    self.semaphores.signal(self._is_ready(unit))
-
-            @pl.when(must_store)
-            def _() -> None:
-                where = (unit, tile, self.index, is_later.astype(_INT), self.warpgroup)
-                tile_blocks = {"tile_blocks": config.tile_blocks}
-                steps.store_sums(sums, sums_ref, parts_ref, self.pairs, *where, **tile_blocks, **blocks)
-
-            if is_first:
-
-                @pl.when((k + 1 < product.num_steps) & (s + 1 == end))
-                def _() -> None:
-                    self.semaphores.signal(self._has_parts(unit, tile))
-
-            sums = sums * jnp.where(ends, 0.0, 1.0)
             is_last = stage + 1 == self.num_stages
-            ring = (jnp.where(is_last, 0, stage + 1), jnp.where(is_last, 1 - parity, parity))
-            return (*ring, *product.advance(unit, tile, k), count, sums)
+            return jnp.where(is_last, 0, stage + 1), jnp.where(is_last, 1 - parity, parity), sums
 
-        carry = (*stage, *product.position(start), jnp.int32(0), zeros)
-        return lax.fori_loop(start, end, step, carry)[:2]
+        return lax.fori_loop(begin, stop, step, (*ring, zeros))
+
+    def _store_hidden(self, sums: Array, hidden: Any, unit: Array, tile: Array) -> None:
+        feature = tile * (self.config.tile_rows // 2)
+        blocks = {"num_features": self.num_features, "warpgroup_blocks": self.config.warpgroup_blocks}
+        steps.store_hidden(sums, hidden, self.pairs, unit, feature, self.warpgroup, **blocks)
+        self.semaphores.signal(self._is_ready(unit))
 
     def _begin_unit(self, unit: Array, is_first: bool) -> Array:
         """Number of the unit's tokens; for the second product their hidden rows are put into shared memory."""

@@ -99,10 +99,8 @@ def choose_config(
     if is_odd or x_TD.shape[0] <= FEW_TOKENS:
         config = dataclasses.replace(config, step_columns=BLOCK_COLUMNS)
     for blocks in experts:
-        if config.warpgroup_blocks % blocks.shape[3] and blocks.shape[3] != config.tile_blocks:
-            raise NotImplementedError(
-                f"groups of {blocks.shape[3]}; {config.tile_blocks} or a divisor of {config.warpgroup_blocks} is needed"
-            )
+        if config.tile_blocks % blocks.shape[3]:
+            raise NotImplementedError(f"groups of {blocks.shape[3]}; a divisor of {config.tile_blocks} is needed")
     return config
 
 
