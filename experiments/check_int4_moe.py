@@ -115,93 +115,87 @@ def measure_error(y_TD: np.ndarray, expected_TD: np.ndarray) -> float:
     return float(np.linalg.norm(y_TD - expected_TD) / np.linalg.norm(expected_TD))
 
 
-def same_order_configs(num_blocks: int) -> list[int4_kernel.Config]:
-    """Forms for all devices, with steps and blocks by which they add up in the same order."""
+def choose_forms(x_TD: jax.ShapeDtypeStruct, experts: ExpertBlocks) -> list[int4_kernel.Config]:
+    """The device's own form, then forms for all devices, with steps and blocks by which they add up in the same order."""
+    own = choose_config(x_TD, experts)
     forms = (int4_kernel.HOPPER, int4_kernel.SMALL, int4_kernel.AMPERE)
-    return [dataclasses.replace(form, num_blocks=num_blocks, step_columns=BLOCK_COLUMNS) for form in forms]
+    return [own, *(dataclasses.replace(form, num_blocks=own.num_blocks, step_columns=BLOCK_COLUMNS) for form in forms)]
 
 
-def _compile(config: int4_kernel.Config, problem: Problem) -> Callable[..., jax.Array]:
-    T, X, _, D, _ = problem.shape
-    arguments = [jax.ShapeDtypeStruct((T, D), jnp.bfloat16)]
-    arguments += [jax.ShapeDtypeStruct((T, X), dtype) for dtype in (jnp.int32, jnp.float32)]
-    return jax.jit(functools.partial(int4_moe_gpu, config=config)).lower(*arguments, problem.experts).compile()
-
-
-def check_shape(number: int, num_routings: int) -> tuple[float, str]:
-    """Largest error over random routings of one of the shapes, and a line about it.
-
-    Raises:
-      AssertionError: a portable form differs from the device's by a bit.
-    """
+def run_shape(number: int, form: int, num_routings: int) -> tuple[list[float], list[bytes]]:
+    """Errors of a form over random routings of one of the shapes, and the outputs' bits."""
     problem = draw_problem(SHAPES[number])
     T, _, _, D, _ = problem.shape
-    config = choose_config(jax.ShapeDtypeStruct((T, D), jnp.bfloat16), problem.experts)
-    forms = [config, *(same_order_configs(config.num_blocks) if number in COMPARED else [])]
-    errors = compare_routings(problem, [_compile(form, problem) for form in forms], num_routings)
-    wrong = [i for i, error in enumerate(errors) if not error < LARGEST_ERROR]
-    line = (
-        f"T, X, E, D, F = {problem.shape}: {num_routings} routings, forms: {len(forms)}, "
-        f"largest error {max(errors):.5f}, wrong: {wrong}"
-    )
-    return max(errors), line
+    config = choose_forms(jax.ShapeDtypeStruct((T, D), jnp.bfloat16), problem.experts)[form]
+    return run_routings(problem, jax.jit(functools.partial(int4_moe_gpu, config=config)), num_routings)
 
 
-def compare_routings(problem: Problem, forms: list[Callable[..., jax.Array]], num_routings: int) -> list[float]:
-    """Largest error of all forms, for each routing; all but the first must give the same bits."""
-    errors = []
+def run_routings(
+    problem: Problem, function: Callable[..., jax.Array], num_routings: int
+) -> tuple[list[float], list[bytes]]:
+    """Errors of ``function`` over random routings of a problem, and the outputs' bits."""
+    errors, outputs = [], []
     for i in range(num_routings):
         routing = draw_routing(problem.shape, i)
-        inputs = (routing.x_TD, jnp.asarray(routing.expert_TX), jnp.asarray(routing.weight_TX), problem.experts)
-        outputs = [form(*inputs) for form in forms]
+        y_TD = function(routing.x_TD, jnp.asarray(routing.expert_TX), jnp.asarray(routing.weight_TX), problem.experts)
         expected_TD = compute_float64(routing, problem.gate_up_E2FD, problem.down_EDF)
-        outputs = [np.asarray(output.astype(jnp.float32), np.float64) for output in outputs]
-        errors.append(max(measure_error(y_TD, expected_TD) for y_TD in outputs))
-        assert all(np.array_equal(y_TD, outputs[1]) for y_TD in outputs[2:]), f"forms differ in routing {i}"
-    return errors
+        outputs.append(np.asarray(y_TD).tobytes())
+        errors.append(measure_error(np.asarray(y_TD.astype(jnp.float32), np.float64), expected_TD))
+    return errors, outputs
 
 
-def check_repeats(shard: Shard, nodes: int, times: int) -> tuple[bool, str]:
-    """Whether the same inputs gave the same bits every time, and in every form; and a line about it."""
+def run_shard(shard: Shard, nodes: int, form: int, times: int) -> tuple[bool, bytes]:
+    """Whether the same inputs gave the same bits every time, and these bits."""
     experts = shard.draw_weights()
     x_TD = jax.random.normal(jax.random.key(1), (nodes, WIDTH), jnp.bfloat16)
-    config = choose_config(x_TD, experts)
     routing = tuple(map(jnp.asarray, shard.draw_routing(nodes, 0)))
-    kernel, first, *others = (
-        jax.jit(functools.partial(int4_moe_gpu, config=form))
-        for form in (config, *same_order_configs(config.num_blocks))
-    )
+    kernel = jax.jit(functools.partial(int4_moe_gpu, config=choose_forms(x_TD, experts)[form]))
     outputs = [kernel(x_TD, *routing, experts) for _ in range(times)]
     is_repeatable = all(bool(jnp.array_equal(output, outputs[0])) for output in outputs)
-    expected = first(x_TD, *routing, experts)
-    is_portable = all(bool(jnp.array_equal(other(x_TD, *routing, experts), expected)) for other in others)
-    error = measure_error(*(np.asarray(output.astype(jnp.float32), np.float64) for output in (expected, outputs[0])))
-    line = f"{times} runs bit-equal: {is_repeatable}, portable forms: {is_portable}, other steps: {error:.5f} apart"
-    return is_repeatable and is_portable and error < LARGEST_ERROR, f"{shard.mesh}, {nodes} nodes: {line}"
+    return is_repeatable, np.asarray(outputs[0]).tobytes()
 
 
 def check(num_routings: int) -> None:
-    """Prints what agrees; a process a shape, since most of the time goes into tracing.
+    """Prints what agrees; a process a shape and form, since most of the time goes into tracing.
 
     Raises:
       AssertionError: something is wrong.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(mp_context=context) as pool:
-        count = -(-num_routings // len(SHAPES))
-        repeats = [pool.submit(check_repeats, shard, nodes, 100) for shard in SHARDS for nodes in (1, 16, 64)]
-        shapes = [pool.submit(check_shape, number, count) for number in range(len(SHAPES))]
-        worst = 0.0
-        for shape in shapes:
-            error, line = shape.result()
-            print(line, flush=True)
-            worst = max(worst, error)
-        print(f"{count * len(SHAPES)} random routings: largest error {worst:.5f}", flush=True)
-        is_repeatable = True
-        for repeat in repeats:
-            is_equal, line = repeat.result()
-            print(line, flush=True)
-            is_repeatable &= is_equal
-    assert worst < LARGEST_ERROR, f"error {worst}"
-    assert is_repeatable, "runs differ"
+    count = -(-num_routings // len(SHAPES))
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        shapes = [
+            [pool.submit(run_shape, number, form, count) for form in range(4 if number in COMPARED else 1)]
+            for number in range(len(SHAPES))
+        ]
+        shards = [
+            (shard, nodes, [pool.submit(run_shard, shard, nodes, form, 100) for form in range(num_forms)])
+            for nodes, num_forms in ((16, 4), (1, 1), (64, 1))
+            for shard in SHARDS
+        ]
+        is_right = all([_report_shape(SHAPES[number], forms) for number, forms in enumerate(shapes)])
+        is_right &= all([_report_shard(*case) for case in shards])
+    assert is_right, "see above"
+
+
+def _report_shape(shape: tuple[int, ...], forms: list[concurrent.futures.Future]) -> bool:
+    errors, bits = zip(*(form.result() for form in forms), strict=True)
+    wrong = [i for i, error in enumerate(map(max, zip(*errors, strict=True))) if not error < LARGEST_ERROR]
+    is_portable = all(other == bits[1] for other in bits[2:])
+    print(
+        f"T, X, E, D, F = {shape}: {len(errors[0])} routings, {len(forms)} forms, largest error {max(map(max, errors)):.5f}, "
+        f"wrong {wrong}, portable forms bit-equal: {is_portable}",
+        flush=True,
+    )
+    return not wrong and is_portable
+
+
+def _report_shard(shard: Shard, nodes: int, forms: list[concurrent.futures.Future]) -> bool:
+    repeatable, bits = zip(*(form.result() for form in forms), strict=True)
+    is_portable = all(other == bits[1] for other in bits[2:])
+    print(
+        f"{shard.mesh}, {nodes} nodes, {len(forms)} forms: 100 runs bit-equal: {all(repeatable)}, "
+        f"portable forms: {is_portable}",
+        flush=True,
+    )
+    return all(repeatable) and is_portable

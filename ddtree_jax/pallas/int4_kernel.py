@@ -1,6 +1,6 @@
 """Routed experts with INT4 group-32 weights on a GPU: one kernel from routing to output.
 
-A block has 4 computing warpgroups and 1 that fetches. Both products are cut into steps of 512 rows by 128 columns of one
+A block has 2 or 4 computing warpgroups and 1 that fetches. Both products are cut into steps of 512 rows by 128 columns of one
 unit (an expert and up to 8 of its tokens, see `int4_schedule`), in the order (unit, tile of 512 rows, columns), and every
 block takes an equal span of them, wherever tiles begin or end::
 
@@ -48,7 +48,7 @@ class Config:
     """
 
     num_blocks: int = 132
-    warpgroups: int = 4
+    warpgroups: int = 2
     tile_rows: int = 512
     step_columns: int = 128
     shared_bytes: int = 223_000
@@ -219,9 +219,11 @@ class _Block:
         self._combine()
         self._multiply(down, stage, second_sums, second_parts, None)
         self.semaphores.signal(jnp.int32(0))
+        task = self.index * self.config.warpgroups + self.warpgroup
+        sources = self._find_sources(task)
         self.semaphores.wait(jnp.int32(0), jnp.int32(self.config.num_blocks))
         pl.when(self.index == 0)(self.semaphores.close)
-        self._add_up()
+        self._add_up(task, sources)
 
     def _is_ready(self, unit: Array) -> Array:
         """Semaphore that counts the unit's tiles of gate and up whose hidden rows are written."""
@@ -357,27 +359,32 @@ class _Block:
             lax.fori_loop(0, turns, combine, 0)
             self.semaphores.signal(self._is_ready(unit))
 
-    def _add_up(self) -> None:
-        """Sums over tokens' experts: a warpgroup a token and tile, in turns."""
+    def _find_sources(self, task: Array) -> tuple[list[Array], list[Array], list[tuple[Array, Array]]]:
+        """Of a token's tile: the router's weights, places, first and last blocks of its pairs."""
+        product, router_weight = self.products[1], self.inputs[3]
+        num_tokens, per_token = router_weight.shape
+        token, tile = jnp.minimum(task // product.num_tiles, num_tokens - 1), lax.rem(task, product.num_tiles)
+        weights = [router_weight[token, x] for x in range(per_token)]
+        places = [self.places[token * per_token + x] for x in range(per_token)]
+        owners = []
+        for place in places:
+            first, last = product.owners(self.num_units, jnp.maximum(place, 0) // TOKENS, tile)
+            owners.append((first, jnp.where(place < 0, first, last)))
+        return weights, places, owners
+
+    def _add_up(self, task: Array, sources: tuple) -> None:
+        """Sums over tokens' experts: a warpgroup a token and tile, in turns; whence the first are taken is known."""
         product, rows = self.products[1], self.config.tile_rows
         out, _, _, sums_ref, _, parts_ref = self.outputs
-        router_weight = self.inputs[3]
-        num_tokens, per_token = router_weight.shape
+        num_tokens, per_token = self.inputs[3].shape
         layout = plgpu.Layout.WG_STRIDED((rows,), vec_size=rows // 128)
-        me = self.index * self.config.warpgroups + self.warpgroup
         everyone = self.config.num_blocks * self.config.warpgroups
 
-        def add_up(turn: Array, carry: Array) -> Array:
-            task = me + turn * everyone
-            token, tile = task // product.num_tiles, lax.rem(task, product.num_tiles)
-            pairs = [token * per_token + x for x in range(per_token)]
-            places = [self.places[pair] for pair in pairs]
-            weights = [router_weight[token, x] for x in range(per_token)]
-            values = [plgpu.load(sums_ref.at[pair, tile], layout=layout) for pair in pairs]
-            owners = []
-            for place in places:
-                first, last = product.owners(self.num_units, jnp.maximum(place, 0) // TOKENS, tile)
-                owners.append((first, jnp.where(place < 0, first, last)))
+        def add_up(turn: Array, sources: tuple) -> tuple:
+            current = task + turn * everyone
+            token, tile = current // product.num_tiles, lax.rem(current, product.num_tiles)
+            weights, places, owners = sources
+            values = [plgpu.load(sums_ref.at[token * per_token + x, tile], layout=layout) for x in range(per_token)]
 
             def load(x: int, block: Array) -> Array:
                 return plgpu.load(parts_ref.at[block, lax.rem(jnp.maximum(places[x], 0), TOKENS)], layout=layout)
@@ -387,9 +394,9 @@ class _Block:
                 # What a place outside of all units holds is undefined.
                 total = total + jnp.where(place < 0, 0.0, value * weight)
             out[token, pl.ds(tile * rows, rows)] = total.astype(jnp.bfloat16)
-            return carry
+            return self._find_sources(current + everyone)
 
-        lax.fori_loop(0, (num_tokens * product.num_tiles - me + everyone - 1) // everyone, add_up, 0)
+        lax.fori_loop(0, (num_tokens * product.num_tiles - task + everyone - 1) // everyone, add_up, sources)
 
 
 def _add_parts(

@@ -15,6 +15,8 @@ from ddtree_jax.quant import dequantize, round_products
 MAX_TOKENS = 64
 FEW_TOKENS = 2
 """Up to so many, blocks have so few steps that halved ones are shared out more evenly."""
+MANY_TOKENS = 32
+"""From so many on there is so much to write and to add up between the products that more warps are faster."""
 
 
 class ExpertWeights(NamedTuple):
@@ -98,6 +100,8 @@ def choose_config(
     is_odd = any(blocks.shape[2] % config.step_blocks for blocks in experts)
     if is_odd or x_TD.shape[0] <= FEW_TOKENS:
         config = dataclasses.replace(config, step_columns=BLOCK_COLUMNS)
+    if x_TD.shape[0] >= MANY_TOKENS:
+        config = dataclasses.replace(config, warpgroups=4)
     for blocks in experts:
         if config.tile_blocks % blocks.shape[3]:
             raise NotImplementedError(f"groups of {blocks.shape[3]}; a divisor of {config.tile_blocks} is needed")
