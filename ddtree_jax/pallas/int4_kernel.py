@@ -34,7 +34,6 @@ from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS
 from ddtree_jax.pallas.int4_schedule import build_schedule, scratch_words
 from ddtree_jax.pallas.int4_steps import TOKENS
 
-_MAX_STAGES = 16
 _WARPS = 4
 _INT = jnp.int32
 
@@ -43,6 +42,7 @@ _INT = jnp.int32
 class Config:
     """Tuning. ``num_blocks`` is the device's multiprocessors: all blocks must run at once, one on each.
 
+    More than ``max_stages`` in flight share the memory's bandwidth, so that the first comes later and none is done sooner.
     ``shared_bytes`` of shared memory a block, less than the device's limit by what the compiler adds. Without bulk copies
     the kernel also runs on devices before Hopper.
     """
@@ -52,6 +52,7 @@ class Config:
     tile_rows: int = 512
     step_columns: int = 128
     shared_bytes: int = 223_000
+    max_stages: int = 4
     combine_unroll: int = 16
     has_bulk_copies: bool = True
     has_exact_weights: bool = True
@@ -437,7 +438,7 @@ def int4_moe_kernel(
     tables = (P + 1, TOKENS * P, P)
     stage_bytes = steps.stage_bytes(config.tile_blocks, config.step_blocks)
     free_bytes = config.shared_bytes - 2 * TOKENS * hidden_stride - 4 * sum(tables)
-    num_stages = min(_MAX_STAGES, free_bytes // stage_bytes)
+    num_stages = min(config.max_stages, free_bytes // stage_bytes)
     if num_stages < 2 or num_stages * stage_bytes < 4 * scratch_words(P, E):
         raise NotImplementedError(
             f"{T} tokens of {X} experts, {E} experts and width {num_features} need more than {config.shared_bytes} bytes "

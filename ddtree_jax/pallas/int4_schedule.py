@@ -71,7 +71,16 @@ def build_schedule(
             with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, w.i32(_LANES - 1))):
                 llvm.store(total, _word(w.pointer(units), w.i32(num_pairs)))
         gpu.barrier()
-        ranks = [_put_in_order(*pair, expert_s, count_s) for pair in zip(indices, experts, ranks, strict=True)]
+        pairs_s = w.pointer(pairs)
+        for index, expert, rank in zip(indices, experts, ranks, strict=True):
+            with mgpu.utils.when(_has_one_unit(expert, count_s)):
+                place = arith.addi(w.scaled(llvm.load(w.i32(), _word(first_s, expert)), TOKENS), rank)
+                llvm.store(index, _word(pairs_s, place))
+        gpu.barrier()
+        ranks = [
+            _put_in_order(*pair, expert_s, count_s, first_s, pairs_s) for pair in zip(indices, experts, strict=True)
+        ]
+        gpu.barrier()
         for index, expert, rank in zip(indices, experts, ranks, strict=True):
             with mgpu.utils.when(_less(index, num_pairs)):
                 _place(index, expert, rank, count_s, first_s, *map(w.pointer, (units, pairs, places)))
@@ -92,7 +101,7 @@ def _read_expert(expert_g: ir.Value, index: ir.Value, num_pairs: int, num_expert
 
 
 def _count_up(count_s: ir.Value, expert: ir.Value) -> ir.Value:
-    """How many pairs of the expert were counted before."""
+    """How many pairs of the expert were counted before, which is left to chance."""
     is_local = arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0))
     return mgpu.utils.inline_ptx(
         "atom.shared.add.u32 $0, [$1], $2;",
@@ -103,25 +112,45 @@ def _count_up(count_s: ir.Value, expert: ir.Value) -> ir.Value:
     )
 
 
-def _put_in_order(index: ir.Value, expert: ir.Value, rank: ir.Value, expert_s: ir.Value, count_s: ir.Value) -> ir.Value:
-    """The pair's rank in the order of pairs, if its expert has several units.
+def _has_one_unit(expert: ir.Value, count_s: ir.Value) -> ir.Value:
+    """False also for an expert that is none of ours."""
+    count = llvm.load(w.i32(), _word(count_s, arith.maxsi(expert, w.i32(0))))
+    is_local = arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0))
+    return arith.andi(is_local, arith.cmpi(arith.CmpIPredicate.sle, count, w.i32(TOKENS)))
 
-    How a unit's sums are split between blocks depends on the unit, so that its tokens must be the same on every run. Within
-    a unit, ranks left to chance decide about the tensor cores' column that a token is in, and about no sum.
+
+def _put_in_order(
+    index: ir.Value, expert: ir.Value, expert_s: ir.Value, count_s: ir.Value, first_s: ir.Value, pairs_s: ir.Value
+) -> ir.Value:
+    """The pair's rank among its expert's, in the order of pairs: the same in all blocks, which were counted up by chance.
+
+    The only unit of an expert holds its pairs already. Those of an expert with several are looked for.
     """
-    has_several = arith.cmpi(
-        arith.CmpIPredicate.sgt,
-        llvm.load(w.i32(), _word(count_s, arith.maxsi(expert, w.i32(0)))),
-        w.i32(TOKENS),
-    )
-    is_counted = arith.andi(has_several, arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0)))
+    has_one_unit = _has_one_unit(expert, count_s)
+    is_local = arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0))
+    known = arith.maxsi(expert, w.i32(0))
+    unit = arith.select(has_one_unit, llvm.load(w.i32(), _word(first_s, known)), w.i32(0))
+    rank = w.i32(0)
+    for start in range(0, TOKENS, 4):
+        others = w.load(w.i32(), _word(pairs_s, arith.addi(w.scaled(unit, TOKENS), w.i32(start))), 4)
+        for other in others:
+            # Free places hold -1, the largest of unsigned numbers.
+            is_earlier = arith.cmpi(arith.CmpIPredicate.ult, other, index)
+            rank = arith.addi(rank, arith.extui(w.i32(), is_earlier))
 
-    @mgpu.utils.fori(arith.select(is_counted, index, w.i32(0)), [w.i32(0)])
+    has_several = arith.andi(is_local, arith.cmpi(arith.CmpIPredicate.eq, has_one_unit, _false()))
+
+    @mgpu.utils.fori(arith.select(has_several, index, w.i32(0)), [w.i32(0)])
     def earlier(other: ir.Value, carry: list) -> list:
         is_same = arith.cmpi(arith.CmpIPredicate.eq, llvm.load(w.i32(), _word(expert_s, other)), expert)
         return [arith.addi(carry[0], arith.extui(w.i32(), is_same))]
 
-    return arith.select(is_counted, earlier.results[0], rank)
+    return arith.select(has_several, earlier.results[0], rank)
+
+
+def _false() -> ir.Value:
+    kind = ir.IntegerType.get_signless(1)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, 0))
 
 
 def _place(
