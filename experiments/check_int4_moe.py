@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.pallas import int4_kernel
+from ddtree_jax.pallas import int4_spans
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, pack_down, pack_gate_up
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, choose_config, int4_moe_gpu
 from ddtree_jax.quant import dequantize
@@ -115,10 +115,10 @@ def measure_error(y_TD: np.ndarray, expected_TD: np.ndarray) -> float:
     return float(np.linalg.norm(y_TD - expected_TD) / np.linalg.norm(expected_TD))
 
 
-def choose_forms(x_TD: jax.ShapeDtypeStruct, experts: ExpertBlocks) -> list[int4_kernel.Config]:
+def choose_forms(x_TD: jax.ShapeDtypeStruct, experts: ExpertBlocks) -> list[int4_spans.Config]:
     """The device's own form, then forms for all devices, with steps and blocks by which they add up in the same order."""
     own = choose_config(x_TD, experts)
-    forms = (int4_kernel.HOPPER, int4_kernel.SMALL, int4_kernel.AMPERE)
+    forms = (int4_spans.HOPPER, int4_spans.SMALL, int4_spans.AMPERE)
     return [own, *(dataclasses.replace(form, num_blocks=own.num_blocks, step_columns=BLOCK_COLUMNS) for form in forms)]
 
 
@@ -161,7 +161,8 @@ def check(num_routings: int) -> None:
     Raises:
       AssertionError: something is wrong.
     """
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    # For the processes to come: they share the device, and the cores by their number alone.
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     count = -(-num_routings // len(SHAPES))
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         shapes = [

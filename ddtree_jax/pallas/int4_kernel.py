@@ -30,104 +30,18 @@ from jaxtyping import Array, BFloat16, Float, Int32
 
 from ddtree_jax.pallas import int4_steps as steps
 from ddtree_jax.pallas import warps
-from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS
+from ddtree_jax.pallas.int4_blocks import BLOCK_ROWS, BLOCK_WORDS
 from ddtree_jax.pallas.int4_schedule import build_schedule, scratch_words
+from ddtree_jax.pallas.int4_spans import Config, Product
 from ddtree_jax.pallas.int4_steps import TOKENS
 
 _WARPS = 4
 _INT = jnp.int32
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """Tuning. ``num_blocks`` is the device's multiprocessors: all blocks must run at once, one on each.
-
-    More than ``max_stages`` in flight share the memory's bandwidth, so that the first comes later and none is done sooner.
-    ``shared_bytes`` of shared memory a block, less than the device's limit by what the compiler adds. Without bulk copies
-    the kernel also runs on devices before Hopper.
-    """
-
-    num_blocks: int = 132
-    warpgroups: int = 2
-    tile_rows: int = 512
-    step_columns: int = 128
-    shared_bytes: int = 223_000
-    max_stages: int = 4
-    combine_unroll: int = 16
-    has_bulk_copies: bool = True
-    has_exact_weights: bool = True
-
-    @property
-    def tile_blocks(self) -> int:
-        return self.tile_rows // BLOCK_ROWS
-
-    @property
-    def warpgroup_blocks(self) -> int:
-        return self.tile_blocks // self.warpgroups
-
-    @property
-    def step_blocks(self) -> int:
-        return self.step_columns // BLOCK_COLUMNS
-
-    @property
-    def num_threads(self) -> int:
-        """That compute."""
-        return 128 * self.warpgroups
-
-
-HOPPER = Config()
-# 101,376 bytes a block, as on consumer Blackwell.
-SMALL = Config(step_columns=64, shared_bytes=94_000)
-AMPERE = Config(num_blocks=108, step_columns=64, shared_bytes=156_000, has_bulk_copies=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """How a product's steps are counted: ``num_steps`` a tile, ``num_tiles`` a unit, equal spans for all blocks."""
-
-    blocks: Any
-    config: Config
-
-    @property
-    def group(self) -> int:
-        return self.blocks.shape[3]
-
-    @property
-    def num_tiles(self) -> int:
-        return -(-self.blocks.shape[1] * self.group // self.config.tile_blocks)
-
-    @property
-    def num_steps(self) -> int:
-        return self.blocks.shape[2] // self.config.step_blocks
-
-    @property
-    def num_columns(self) -> int:
-        return self.blocks.shape[2] * BLOCK_COLUMNS
-
-    def sharing(self, num_units: Array) -> tuple[Array, Array]:
-        """Number of steps, and of blocks that share them: all, or one a step, so that none between two is without any."""
-        total = num_units * (self.num_tiles * self.num_steps)
-        return total, jnp.clip(total, 1, self.config.num_blocks)
-
-    def span(self, num_units: Array, block: Array) -> tuple[Array, Array]:
-        total, sharing = self.sharing(num_units)
-        first, second = (jnp.minimum(index, sharing) * total // sharing for index in (block, block + 1))
-        return first, second
-
-    def owner(self, num_units: Array, step: Array) -> Array:
-        """Block whose span a step is in."""
-        total, sharing = self.sharing(num_units)
-        return ((step + 1) * sharing - 1) // jnp.maximum(total, 1)
-
-    def owners(self, num_units: Array, unit: Array, tile: Array) -> tuple[Array, Array]:
-        """First and last block that hold steps of a tile."""
-        begin = (unit * self.num_tiles + tile) * self.num_steps
-        return self.owner(num_units, begin), self.owner(num_units, begin + self.num_steps - 1)
-
-    def position(self, step: Array) -> tuple[Array, Array, Array]:
-        """Unit, tile of the unit, step of the tile."""
-        tile = step // self.num_steps
-        return tile // self.num_tiles, lax.rem(tile, self.num_tiles), lax.rem(step, self.num_steps)
+def num_fetching_warps(num_stages: int) -> int:
+    """A warp whose next step is more than a turn of the ring ahead could not tell whether that stage is free."""
+    return min(_WARPS, num_stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +81,7 @@ class _Block:
         return self.inputs[3].shape[1]
 
     def fetch(self) -> None:
-        """Keeps the ring full. Each of four warps takes every fourth step, counted through both products.
-
-        With fewer stages, fewer warps: one that ran a stage's whole turn ahead could not tell whether it is free.
-        """
+        """Keeps the ring full. Warps take steps in turn, counted through both products."""
         done = jnp.int32(0)
         for product, token_mask in zip(self.products, (15, 0), strict=True):
             start, end = product.span(self.num_units, self.index)
@@ -179,7 +90,7 @@ class _Block:
 
     def _fetch_product(self, product: Product, token_mask: int, start: Array, end: Array, done: Array) -> None:
         config, tokens = self.config, self.inputs[0]
-        warp, num_warps = warps.warp_index(), min(_WARPS, self.num_stages)
+        warp, num_warps = warps.warp_index(), num_fetching_warps(self.num_stages)
         first = start + lax.rem(warp - done + num_warps * (done // num_warps + 1), num_warps)
 
         def fetch(turn: Array, carry: Array) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int32
 
-from ddtree_jax.pallas import int4_kernel
+from ddtree_jax.pallas import int4_kernel, int4_spans
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, pack_down, pack_gate_up, split_halves, unpack_blocks
 from ddtree_jax.quant import dequantize, round_products
 
@@ -71,15 +71,15 @@ def int4_moe(
     return lax.platform_dependent(x_TD, expert_TX, weight_TX, *experts, cuda=kernel, default=reference)
 
 
-def device_config(capability: int, num_blocks: int) -> int4_kernel.Config:
+def device_config(capability: int, num_blocks: int) -> int4_spans.Config:
     """Tuning for a device of the compute capability ``capability``.x with ``num_blocks`` multiprocessors."""
-    base = {8: int4_kernel.AMPERE, 9: int4_kernel.HOPPER}.get(capability, int4_kernel.SMALL)
+    base = {8: int4_spans.AMPERE, 9: int4_spans.HOPPER}.get(capability, int4_spans.SMALL)
     return dataclasses.replace(base, num_blocks=num_blocks)
 
 
 def choose_config(
-    x_TD: Float[Array, "T D"], experts: ExpertBlocks, config: int4_kernel.Config | None = None
-) -> int4_kernel.Config:
+    x_TD: Float[Array, "T D"], experts: ExpertBlocks, config: int4_spans.Config | None = None
+) -> int4_spans.Config:
     """Tuning for this input, from ``config`` or that of the device that is there, Hopper's where there is none.
 
     Raises:
@@ -93,7 +93,7 @@ def choose_config(
             f"x is {x_TD.shape[1]} wide; blocks of {columns} columns take multiples of 32 in them"
         )
     if config is None:
-        config = int4_kernel.HOPPER
+        config = int4_spans.HOPPER
         if jax.default_backend() == "gpu":
             device = jax.devices()[0]
             config = device_config(int(device.compute_capability.split(".")[0]), device.core_count)
@@ -113,7 +113,7 @@ def int4_moe_gpu(
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
     experts: ExpertBlocks,
-    config: int4_kernel.Config,
+    config: int4_spans.Config,
 ) -> Float[Array, "T D"]:
     """`int4_moe` on the kernel alone; more than 64 tokens go in turns of 64."""
     T, D = x_TD.shape
