@@ -24,7 +24,7 @@ class Config:
     tile_rows: int = 512
     step_columns: int = 128
     shared_bytes: int = 223_000
-    max_stages: int = 4
+    max_stages: int = 3
     combine_unroll: int = 16
     has_bulk_copies: bool = True
     has_exact_weights: bool = True
