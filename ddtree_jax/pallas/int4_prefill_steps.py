@@ -1,0 +1,375 @@
+"""What the warpgroups of the prefill kernels do for a unit: rows of one expert by up to 64 of its tokens, all columns.
+
+::
+
+    copies        blocks (bulk) and token rows (16 bytes a thread, swizzled) of 64 columns ──► stage of the ring
+    a warpgroup   half of the rows: words ──► bfloat16 weights in registers ──► wgmma with the stage's tokens
+    a unit's end  sums ──► bfloat16, transposed through shared memory ──► a token's rows together in device memory
+
+Within 32 columns, token rows hold column ``8 t + 4 j + 2 h + i`` at ``16 j + 8 h + 2 t + i``: the order in which lane t of a
+quad finds the weights of a block in its registers (`int4_blocks`). `permute_columns` brings inputs into it, the end of a gate
+and up unit writes hidden rows in it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+from ddtree_jax.pallas import warps as w
+from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS, WEIGHT_WORDS
+from ddtree_jax.pallas.int4_steps import _scale, _sigmoid, _spread, _unpack
+
+TILE_BLOCKS = 8
+TILE_ROWS = TILE_BLOCKS * BLOCK_ROWS
+MAX_TOKENS = 64
+WARPGROUPS = 2
+WARPGROUP_BLOCKS = TILE_BLOCKS // WARPGROUPS
+_BLOCK_BYTES = 4 * BLOCK_WORDS
+_WEIGHT_BYTES = TILE_BLOCKS * _BLOCK_BYTES
+_ROW_BYTES = 2 * BLOCK_COLUMNS
+STAGE_BYTES = _WEIGHT_BYTES + MAX_TOKENS * _ROW_BYTES
+FULL_ARRIVALS = 129
+"""Of a stage's barrier: the 128 threads that copy tokens, and the one that also starts the weights' copy."""
+_PAD_BYTES = 16
+
+
+def permute_columns(x: jax.Array) -> jax.Array:
+    """Rows whose number of columns is a multiple of 32, in the order described above."""
+    split = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 4, 2, 2, 2)
+    axes = (*range(x.ndim), x.ndim + 1, x.ndim + 2, x.ndim, x.ndim + 3)
+    return split.transpose(axes).reshape(x.shape)
+
+
+def staging_bytes(features: int) -> int:
+    """Of shared memory, for a warpgroup's finished rows of all tokens."""
+    return MAX_TOKENS * (2 * features + _PAD_BYTES)
+
+
+def fetch_unit(
+    ring: Any, barriers: Any, blocks: Any, rows: Any, row_table: Any, *scalars: jax.Array, num_stages: int
+) -> None:
+    """A warpgroup copies a unit's weights and token rows to the ring, a stage for every 64 columns.
+
+    Scalars: stages filled before, expert, first of the unit's places, number of its tokens, tile of 512 rows. The row of
+    place p is ``row_table[p]``.
+    """
+
+    @w.inline(5, 5)
+    def call(ring, barriers, blocks, rows, row_table, done, expert, first, count, tile) -> None:
+        _, num_tiles, num_columns, _, _ = ir.MemRefType(blocks.type).shape
+        width = ir.MemRefType(rows.type).shape[1]
+        thread = arith.andi(w.thread(), w.i32(127))
+        chunk, row = arith.andi(thread, w.i32(7)), arith.shrui(thread, w.i32(3))
+        tile_index = arith.addi(w.scaled(expert, num_tiles), tile)
+        weights = w.at(w.gmem(blocks), arith.muli(w.wide(tile_index), w.i64(num_columns * _WEIGHT_BYTES)), w.GLOBAL)
+        sources, is_token = [], []
+        for n in range(0, MAX_TOKENS, 16):
+            is_token.append(arith.cmpi(arith.CmpIPredicate.slt, arith.addi(row, w.i32(n)), count))
+            place = w.add(first, arith.minsi(arith.addi(row, w.i32(n)), arith.subi(count, w.i32(1))))
+            index = llvm.load(w.i32(), w.at(w.gmem(row_table), w.wide(w.scaled(place, 4)), w.GLOBAL))
+            offset = arith.addi(arith.muli(w.wide(index), w.i64(2 * width)), w.wide(w.scaled(chunk, 16)))
+            sources.append(w.at(w.gmem(rows), offset, w.GLOBAL))
+        swizzled = arith.xori(chunk, arith.andi(row, w.i32(7)))
+        token_offset = w.add(w.scaled(row, _ROW_BYTES), w.scaled(swizzled, 16), w.i32(_WEIGHT_BYTES))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, thread, w.i32(0))
+        evict_first = mgpu.utils.inline_ptx(
+            "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", result_types=w.i64_type(), has_side_effects=True
+        )
+        stage, parity = _split(done, num_stages)
+
+        @mgpu.utils.fori(w.i32(num_columns), [stage, arith.xori(parity, w.i32(1))])
+        def _(k: ir.Value, carry: list) -> list:
+            stage, parity = carry
+            full = w.barrier(barriers, stage)
+            place = w.at(w.pointer(ring), w.scaled(stage, STAGE_BYTES), w.SHARED)
+            w.wait(barriers, arith.addi(stage, w.i32(num_stages)), parity)
+            with mgpu.utils.when(is_first):
+                nvvm.mbarrier_arrive_expect_tx(full, w.i32(_WEIGHT_BYTES))
+                mgpu.utils.inline_ptx(
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                    "[$0], [$1], $2, [$3], $4;",
+                    place,
+                    w.at(weights, arith.muli(w.wide(k), w.i64(_WEIGHT_BYTES)), w.GLOBAL),
+                    w.i32(_WEIGHT_BYTES),
+                    full,
+                    evict_first,
+                    has_side_effects=True,
+                )
+            column = w.wide(w.scaled(k, _ROW_BYTES))
+            for i, (source, is_needed) in enumerate(zip(sources, is_token, strict=True)):
+                mgpu.utils.inline_ptx(
+                    "cp.async.cg.shared.global [$0], [$1], 16;",
+                    w.at(place, arith.addi(token_offset, w.i32(16 * i * _ROW_BYTES)), w.SHARED),
+                    w.at(source, column, w.GLOBAL),
+                    predicate=is_needed,
+                    has_side_effects=True,
+                )
+            mgpu.utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", full, has_side_effects=True)
+            return _advance(stage, parity, num_stages)
+
+    call(ring, barriers, blocks, rows, row_table, *scalars)
+
+
+def _split(done: ir.Value, num_stages: int) -> tuple[ir.Value, ir.Value]:
+    """Stage and parity of a ring in which ``done`` stages have been used."""
+    return arith.remui(done, w.i32(num_stages)), arith.andi(arith.divui(done, w.i32(num_stages)), w.i32(1))
+
+
+def _advance(stage: ir.Value, parity: ir.Value, num_stages: int) -> list[ir.Value]:
+    is_last = arith.cmpi(arith.CmpIPredicate.eq, stage, w.i32(num_stages - 1))
+    following = arith.select(is_last, w.i32(0), arith.addi(stage, w.i32(1)))
+    return [following, arith.xori(parity, arith.extui(w.i32(), is_last))]
+
+
+def _wgmma_block(sums: Sequence[ir.Value], weights: Sequence, descriptor: ir.Value, accumulates: ir.Value) -> list:
+    """Adds 64 rows by 64 columns times the tokens: four products of 16 columns, started and committed."""
+    count = len(sums)
+    out = ",".join(f"${i}" for i in range(count))
+    lines = ["{ .reg .pred p; .reg .b64 d;", f"setp.ne.b32 p, ${2 * count + 17}, 0;", "wgmma.fence.sync.aligned;"]
+    for i in range(4):
+        a = ",".join(f"${2 * count + 4 * i + j}" for j in range(4))
+        lines.append(f"add.s64 d, ${2 * count + 16}, {2 * i};")
+        shape = f"m64n{2 * count}k16"
+        scale = "p" if i == 0 else "1"
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.{shape}.f32.bf16.bf16 {{{out}}}, {{{a}}}, d, {scale}, 1, 1, 0;"
+        )
+    lines.append("wgmma.commit_group.sync.aligned; }")
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 16 + ["l", "r"]
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([w.f32()] * count),
+        [*sums, *(register for group in weights for register in group), descriptor, accumulates],
+        "\n".join(lines),
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+        convergent=True,
+    )
+    return [llvm.extractvalue(w.f32(), result, [i]) for i in range(count)]
+
+
+def _dequantize(words_at: ir.Value, scales_at: ir.Value) -> list[list[ir.Value]]:
+    """A thread's part of a block as the four register operands of 16 columns each."""
+    words = w.load(w.i32(), words_at, 4)
+    scales = w.load(w.i32(), scales_at, 2)
+    operands = []
+    for q in range(2):
+        low, high = _spread(scales[q])
+        below, above = (
+            [_scale(pair, by) for pair in _unpack(word)]
+            for word, by in zip(words[2 * q : 2 * q + 2], (low, high), strict=True)
+        )
+        operands += [[below[2 * j], above[2 * j], below[2 * j + 1], above[2 * j + 1]] for j in range(2)]
+    return operands
+
+
+def _wait_products(pending: int) -> None:
+    mgpu.utils.inline_ptx(f"wgmma.wait_group.sync.aligned {pending};", has_side_effects=True, convergent=True)
+
+
+def _multiply(
+    ring: ir.Value,
+    barriers: ir.Value,
+    done: ir.Value,
+    warpgroup: ir.Value,
+    *,
+    num_columns: int,
+    num_tokens: int,
+    num_stages: int,
+) -> list[list[ir.Value]]:
+    """A warpgroup's sums over all columns; for each of its blocks the registers of wgmma's result."""
+    r, _ = w.lane()
+    lane = arith.andi(w.thread(), w.i32(31))
+    half = w.scaled(warpgroup, WARPGROUP_BLOCKS * _BLOCK_BYTES)
+    words_offset = w.add(half, w.scaled(w.warp(), 512), w.scaled(lane, 16))
+    scales_offset = w.add(half, w.scaled(w.warp(), 64), w.scaled(r, 8), w.i32(4 * WEIGHT_WORDS))
+    per_block = num_tokens // 2
+    zero = arith.constant(w.f32(), 0.0)
+    is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, w.i32(0))
+    # Of rows of 128 bytes in the swizzle of 128: 1,024 bytes from 8 tokens to the next 8.
+    layout = w.i64((1 << 62) | (64 << 32) | (1 << 16))
+
+    @mgpu.utils.fori(w.i32(num_columns), [*_split(done, num_stages), *[zero] * (WARPGROUP_BLOCKS * per_block)])
+    def loop(k: ir.Value, carry: list) -> list:
+        stage, parity, *sums = carry
+        w.wait(barriers, stage, parity)
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+        place = w.at(w.pointer(ring), w.scaled(stage, STAGE_BYTES), w.SHARED)
+        tokens = llvm.ptrtoint(w.i32(), w.at(place, w.i32(_WEIGHT_BYTES), w.SHARED))
+        address = arith.shrui(arith.andi(tokens, w.i32(0x3FFFF)), w.i32(4))
+        descriptor = arith.ori(arith.extui(w.i64_type(), address), layout)
+        words_at, scales_at = w.at(place, words_offset, w.SHARED), w.at(place, scales_offset, w.SHARED)
+        for m in range(WARPGROUP_BLOCKS):
+            shift = w.i32(m * _BLOCK_BYTES)
+            weights = _dequantize(w.at(words_at, shift, w.SHARED), w.at(scales_at, shift, w.SHARED))
+            own = slice(m * per_block, (m + 1) * per_block)
+            sums[own] = _wgmma_block(sums[own], weights, descriptor, k)
+            _wait_products(0 if m + 1 == WARPGROUP_BLOCKS else 1)
+        mgpu.utils.inline_ptx(
+            "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];",
+            w.barrier(barriers, arith.addi(stage, w.i32(num_stages))),
+            predicate=is_first,
+            has_side_effects=True,
+        )
+        return [*_advance(stage, parity, num_stages), *sums]
+
+    sums = loop.results[2:]
+    return [sums[m * per_block : (m + 1) * per_block] for m in range(WARPGROUP_BLOCKS)]
+
+
+def _sync_warpgroup(warpgroup: ir.Value) -> None:
+    mgpu.utils.inline_ptx(
+        "bar.sync $0, 128;", arith.addi(warpgroup, w.i32(1)), has_side_effects=True, convergent=True
+    )
+
+
+def _store_transposed(matrices: Sequence[tuple[ir.Value, int, int]], base: ir.Value, pitch: int) -> None:
+    """Stores 8 x 8 parts of a warp's result to ``base``, token by token.
+
+    A part is a register (a feature's two tokens), its tokens' number / 8 and its features' place in bytes.
+    """
+    lane = arith.andi(w.thread(), w.i32(31))
+    row, which = arith.andi(lane, w.i32(7)), arith.shrui(lane, w.i32(3))
+    for start in range(0, len(matrices), 4):
+        group = matrices[start : start + 4]
+        size = 4 if len(group) == 4 else 2 if len(group) >= 2 else 1
+        for begin in range(0, len(group), size):
+            parts = group[begin : begin + size]
+            offset = w.i32(parts[-1][1] * 8 * pitch + parts[-1][2])
+            for i in reversed(range(len(parts) - 1)):
+                is_this = arith.cmpi(arith.CmpIPredicate.eq, which, w.i32(i))
+                offset = arith.select(is_this, w.i32(parts[i][1] * 8 * pitch + parts[i][2]), offset)
+            registers = ",".join(f"${i + 1}" for i in range(len(parts)))
+            mgpu.utils.inline_ptx(
+                f"stmatrix.sync.aligned.m8n8.x{len(parts)}.trans.shared.b16 [$0], {{{registers}}};",
+                w.at(base, arith.addi(offset, w.scaled(row, pitch)), w.SHARED),
+                *(part[0] for part in parts),
+                has_side_effects=True,
+                convergent=True,
+            )
+
+
+def _pack(low: ir.Value, high: ir.Value) -> ir.Value:
+    """Two float32 as bfloat16 in a word."""
+    return mgpu.utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result_types=w.i32())
+
+
+def multiply_gate_up(
+    ring: Any, barriers: Any, staging: Any, hidden: Any, *scalars: jax.Array, num_columns: int, num_tokens: int, num_stages: int
+) -> None:
+    """Writes ``silu(gate) * up`` of a unit to the rows of its places in ``hidden``, columns permuted.
+
+    Scalars: stages used before, first place, number of tokens, tile of 512 rows, warpgroup.
+    """
+
+    @w.inline(4, 5)
+    def call(ring, barriers, staging, hidden, done, first, count, tile, warpgroup) -> None:
+        width = ir.MemRefType(hidden.type).shape[1]
+        sums = _multiply(
+            ring, barriers, done, warpgroup, num_columns=num_columns, num_tokens=num_tokens, num_stages=num_stages
+        )
+        features = WARPGROUP_BLOCKS * BLOCK_ROWS // 2
+        pitch = 2 * features + _PAD_BYTES
+        base = w.at(w.pointer(staging), w.scaled(warpgroup, staging_bytes(features)), w.SHARED)
+        warp_base = w.at(base, w.scaled(w.warp(), 16), w.SHARED)
+        # The last unit's rows have been read.
+        _sync_warpgroup(warpgroup)
+        matrices = []
+        for m, block in enumerate(sums):
+            for j in range(num_tokens // 8):
+                gate0, gate1, up0, up1 = block[4 * j : 4 * j + 4]
+                value = _pack(
+                    *(arith.mulf(arith.mulf(gate, _sigmoid(gate)), up) for gate, up in ((gate0, up0), (gate1, up1)))
+                )
+                matrices.append((value, j, m * BLOCK_ROWS))
+        _store_transposed(matrices, warp_base, pitch)
+        _sync_warpgroup(warpgroup)
+        chunks = 2 * features // 16
+        for turn in range(num_tokens * chunks // 128):
+            index = arith.addi(arith.andi(w.thread(), w.i32(127)), w.i32(128 * turn))
+            token, chunk = arith.divui(index, w.i32(chunks)), arith.remui(index, w.i32(chunks))
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, token, count)):
+                group, part = arith.shrui(chunk, w.i32(2)), arith.andi(chunk, w.i32(3))
+                source = w.at(
+                    base, w.add(w.scaled(token, pitch), w.scaled(group, 64), w.scaled(part, 4)), w.SHARED
+                )
+                words = [llvm.load(w.i32(), w.at(source, w.i32(16 * t), w.SHARED)) for t in range(4)]
+                place = arith.muli(w.wide(arith.addi(first, token)), w.i64(2 * width))
+                column = w.add(
+                    w.scaled(tile, TILE_ROWS), w.scaled(warpgroup, 2 * features), w.scaled(chunk, 16)
+                )
+                target = w.at(w.gmem(hidden), arith.addi(place, w.wide(column)), w.GLOBAL)
+                llvm.store(w.register(words), target, alignment=16)
+
+    call(ring, barriers, staging, hidden, *scalars)
+
+
+def multiply_down(
+    ring: Any,
+    barriers: Any,
+    staging: Any,
+    out: Any,
+    pair_table: Any,
+    *scalars: jax.Array,
+    num_columns: int,
+    num_tokens: int,
+    num_stages: int,
+) -> None:
+    """Writes a unit's product to ``out``, rows by pair: the pair of place p is ``pair_table[p]``.
+
+    Scalars: stages used before, first place, number of tokens, tile of 512 rows, warpgroup.
+    """
+
+    @w.inline(5, 5)
+    def call(ring, barriers, staging, out, pair_table, done, first, count, tile, warpgroup) -> None:
+        width = ir.MemRefType(out.type).shape[1]
+        thread = arith.andi(w.thread(), w.i32(127))
+        is_token = arith.cmpi(arith.CmpIPredicate.slt, thread, count)
+        place = arith.addi(first, arith.minsi(thread, arith.subi(count, w.i32(1))))
+        pair = llvm.load(w.i32(), w.at(w.gmem(pair_table), w.wide(w.scaled(place, 4)), w.GLOBAL))
+        sums = _multiply(
+            ring, barriers, done, warpgroup, num_columns=num_columns, num_tokens=num_tokens, num_stages=num_stages
+        )
+        features = WARPGROUP_BLOCKS * BLOCK_ROWS
+        pitch = 2 * features + _PAD_BYTES
+        base = w.at(w.pointer(staging), w.scaled(warpgroup, staging_bytes(features)), w.SHARED)
+        warp_base = w.at(base, w.scaled(w.warp(), 32), w.SHARED)
+        # The last unit's rows have been read.
+        mgpu.utils.inline_ptx("cp.async.bulk.wait_group.read 0;", has_side_effects=True)
+        _sync_warpgroup(warpgroup)
+        matrices = []
+        for m, block in enumerate(sums):
+            for j in range(num_tokens // 8):
+                for h in range(2):
+                    value = _pack(*block[4 * j + 2 * h : 4 * j + 2 * h + 2])
+                    matrices.append((value, j, 2 * m * BLOCK_ROWS + 16 * h))
+        _store_transposed(matrices, warp_base, pitch)
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+        _sync_warpgroup(warpgroup)
+        column = w.add(w.scaled(tile, 2 * TILE_ROWS), w.scaled(warpgroup, 2 * features))
+        offset = arith.addi(arith.muli(w.wide(pair), w.i64(2 * width)), w.wide(column))
+        with mgpu.utils.when(is_token):
+            mgpu.utils.inline_ptx(
+                "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
+                w.at(w.gmem(out), offset, w.GLOBAL),
+                w.at(base, w.scaled(thread, pitch), w.SHARED),
+                w.i32(2 * features),
+                has_side_effects=True,
+            )
+        mgpu.utils.inline_ptx("cp.async.bulk.commit_group;", has_side_effects=True)
+
+    call(ring, barriers, staging, out, pair_table, *scalars)
+
+
+def finish_stores() -> None:
+    """Waits for the stores that `multiply_down` started."""
+
+    @w.inline(0, 0)
+    def call() -> None:
+        mgpu.utils.inline_ptx("cp.async.bulk.wait_group 0;", has_side_effects=True)
+
+    call()
