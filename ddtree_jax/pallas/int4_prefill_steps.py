@@ -11,8 +11,8 @@ quad finds the weights of a block in its registers (`int4_blocks`). `permute_col
 and up unit writes hidden rows in it.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.mosaic import gpu as mgpu
@@ -26,8 +26,6 @@ from ddtree_jax.pallas.int4_steps import _scale, _sigmoid, _spread, _unpack
 TILE_BLOCKS = 8
 TILE_ROWS = TILE_BLOCKS * BLOCK_ROWS
 MAX_TOKENS = 64
-WARPGROUPS = 2
-WARPGROUP_BLOCKS = TILE_BLOCKS // WARPGROUPS
 _BLOCK_BYTES = 4 * BLOCK_WORDS
 _WEIGHT_BYTES = TILE_BLOCKS * _BLOCK_BYTES
 _ROW_BYTES = 2 * BLOCK_COLUMNS
@@ -35,6 +33,16 @@ STAGE_BYTES = _WEIGHT_BYTES + MAX_TOKENS * _ROW_BYTES
 FULL_ARRIVALS = 129
 """Of a stage's barrier: the 128 threads that copy tokens, and the one that also starts the weights' copy."""
 _PAD_BYTES = 16
+_WHOLE_BLOCK_TOKENS = 48
+
+
+class Sizes(NamedTuple):
+    """What code for a unit is made for: stages a unit, places for tokens, stages of the ring, blocks a warpgroup."""
+
+    num_columns: int
+    num_tokens: int
+    num_stages: int
+    blocks: int
 
 
 def permute_columns(x: jax.Array) -> jax.Array:
@@ -75,7 +83,7 @@ def fetch_unit(
             sources.append(w.at(w.gmem(rows), offset, w.GLOBAL))
         swizzled = arith.xori(chunk, arith.andi(row, w.i32(7)))
         token_offset = w.add(w.scaled(row, _ROW_BYTES), w.scaled(swizzled, 16), w.i32(_WEIGHT_BYTES))
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, thread, w.i32(0))
+        is_first = _equal(thread, 0)
         evict_first = mgpu.utils.inline_ptx(
             "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", result_types=w.i64_type(), has_side_effects=True
         )
@@ -114,35 +122,43 @@ def fetch_unit(
     call(ring, barriers, blocks, rows, row_table, *scalars)
 
 
+def _equal(value: ir.Value, number: int) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, value, w.i32(number))
+
+
 def _split(done: ir.Value, num_stages: int) -> tuple[ir.Value, ir.Value]:
     """Stage and parity of a ring in which ``done`` stages have been used."""
     return arith.remui(done, w.i32(num_stages)), arith.andi(arith.divui(done, w.i32(num_stages)), w.i32(1))
 
 
 def _advance(stage: ir.Value, parity: ir.Value, num_stages: int) -> list[ir.Value]:
-    is_last = arith.cmpi(arith.CmpIPredicate.eq, stage, w.i32(num_stages - 1))
+    is_last = _equal(stage, num_stages - 1)
     following = arith.select(is_last, w.i32(0), arith.addi(stage, w.i32(1)))
     return [following, arith.xori(parity, arith.extui(w.i32(), is_last))]
 
 
-def _wgmma_block(sums: Sequence[ir.Value], weights: Sequence, descriptor: ir.Value, accumulates: ir.Value) -> list:
-    """Adds 64 rows by 64 columns times the tokens: four products of 16 columns, started and committed."""
-    count = len(sums)
+def _start_products(
+    sums: Sequence[ir.Value], weights: Sequence, descriptor: ir.Value, first: int, accumulates: ir.Value
+) -> list:
+    """Adds 64 rows by 16 columns an operand of ``weights``, from the ``first`` 16 of the stage on, times the tokens.
+
+    The sums are overwritten where ``accumulates`` is 0 and ``first`` too.
+    """
+    count, operands = len(sums), [register for operand in weights for register in operand]
     out = ",".join(f"${i}" for i in range(count))
-    lines = ["{ .reg .pred p; .reg .b64 d;", f"setp.ne.b32 p, ${2 * count + 17}, 0;", "wgmma.fence.sync.aligned;"]
-    for i in range(4):
+    last = 2 * count + len(operands)
+    lines = ["{ .reg .pred p; .reg .b64 d;", f"setp.ne.b32 p, ${last + 1}, 0;", "wgmma.fence.sync.aligned;"]
+    for i in range(len(weights)):
         a = ",".join(f"${2 * count + 4 * i + j}" for j in range(4))
-        lines.append(f"add.s64 d, ${2 * count + 16}, {2 * i};")
+        scale = "1" if first + i else "p"
         shape = f"m64n{2 * count}k16"
-        scale = "p" if i == 0 else "1"
-        lines.append(
-            f"wgmma.mma_async.sync.aligned.{shape}.f32.bf16.bf16 {{{out}}}, {{{a}}}, d, {scale}, 1, 1, 0;"
-        )
+        lines.append(f"add.s64 d, ${last}, {2 * (first + i)};")
+        lines.append(f"wgmma.mma_async.sync.aligned.{shape}.f32.bf16.bf16 {{{out}}}, {{{a}}}, d, {scale}, 1, 1, 0;")
     lines.append("wgmma.commit_group.sync.aligned; }")
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 16 + ["l", "r"]
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * len(operands) + ["l", "r"]
     result = llvm.inline_asm(
         llvm.StructType.get_literal([w.f32()] * count),
-        [*sums, *(register for group in weights for register in group), descriptor, accumulates],
+        [*sums, *operands, descriptor, accumulates],
         "\n".join(lines),
         ",".join(constraints),
         asm_dialect=0,
@@ -172,28 +188,37 @@ def _wait_products(pending: int) -> None:
 
 
 def _multiply(
-    ring: ir.Value,
-    barriers: ir.Value,
-    done: ir.Value,
-    warpgroup: ir.Value,
-    *,
-    num_columns: int,
-    num_tokens: int,
-    num_stages: int,
+    ring: ir.Value, barriers: ir.Value, done: ir.Value, warpgroup: ir.Value, sizes: Sizes
 ) -> list[list[ir.Value]]:
-    """A warpgroup's sums over all columns; for each of its blocks the registers of wgmma's result."""
+    """A warpgroup's sums over all columns; for each of its blocks the registers of wgmma's result.
+
+    A block's products run while the next block's weights are unpacked, also from stage to stage: a stage is given back when
+    the first product of the next one has been started and those before it are over.
+    """
+    num_stages = sizes.num_stages
     r, _ = w.lane()
     lane = arith.andi(w.thread(), w.i32(31))
-    half = w.scaled(warpgroup, WARPGROUP_BLOCKS * _BLOCK_BYTES)
+    half = w.scaled(warpgroup, sizes.blocks * _BLOCK_BYTES)
     words_offset = w.add(half, w.scaled(w.warp(), 512), w.scaled(lane, 16))
     scales_offset = w.add(half, w.scaled(w.warp(), 64), w.scaled(r, 8), w.i32(4 * WEIGHT_WORDS))
-    per_block = num_tokens // 2
+    per_block = sizes.num_tokens // 2
     zero = arith.constant(w.f32(), 0.0)
-    is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, w.i32(0))
+    # Operands started together: with many tokens registers are short.
+    step = 4 if sizes.num_tokens <= _WHOLE_BLOCK_TOKENS else 2
+    is_first = _equal(lane, 0)
+
+    def release(stage: ir.Value, is_needed: ir.Value) -> None:
+        mgpu.utils.inline_ptx(
+            "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];",
+            w.barrier(barriers, arith.addi(stage, w.i32(num_stages))),
+            predicate=is_needed,
+            has_side_effects=True,
+        )
+
     # Of rows of 128 bytes in the swizzle of 128: 1,024 bytes from 8 tokens to the next 8.
     layout = w.i64((1 << 62) | (64 << 32) | (1 << 16))
 
-    @mgpu.utils.fori(w.i32(num_columns), [*_split(done, num_stages), *[zero] * (WARPGROUP_BLOCKS * per_block)])
+    @mgpu.utils.fori(w.i32(sizes.num_columns), [*_split(done, num_stages), *[zero] * (sizes.blocks * per_block)])
     def loop(k: ir.Value, carry: list) -> list:
         stage, parity, *sums = carry
         w.wait(barriers, stage, parity)
@@ -203,28 +228,34 @@ def _multiply(
         address = arith.shrui(arith.andi(tokens, w.i32(0x3FFFF)), w.i32(4))
         descriptor = arith.ori(arith.extui(w.i64_type(), address), layout)
         words_at, scales_at = w.at(place, words_offset, w.SHARED), w.at(place, scales_offset, w.SHARED)
-        for m in range(WARPGROUP_BLOCKS):
+        for m in range(sizes.blocks):
             shift = w.i32(m * _BLOCK_BYTES)
             weights = _dequantize(w.at(words_at, shift, w.SHARED), w.at(scales_at, shift, w.SHARED))
             own = slice(m * per_block, (m + 1) * per_block)
-            sums[own] = _wgmma_block(sums[own], weights, descriptor, k)
-            _wait_products(0 if m + 1 == WARPGROUP_BLOCKS else 1)
-        mgpu.utils.inline_ptx(
-            "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];",
-            w.barrier(barriers, arith.addi(stage, w.i32(num_stages))),
-            predicate=is_first,
-            has_side_effects=True,
-        )
+            for first in range(0, len(weights), step):
+                part = weights[first : first + step]
+                sums[own] = _start_products(sums[own], part, descriptor, first, k)
+                _wait_products(1)
+                if m == first == 0:
+                    before = arith.select(_equal(stage, 0), w.i32(num_stages - 1), arith.subi(stage, w.i32(1)))
+                    release(before, arith.andi(is_first, arith.cmpi(arith.CmpIPredicate.sgt, k, w.i32(0))))
         return [*_advance(stage, parity, num_stages), *sums]
 
+    _wait_products(0)
+    last, _ = _split(arith.addi(done, w.i32(sizes.num_columns - 1)), num_stages)
+    release(last, is_first)
     sums = loop.results[2:]
-    return [sums[m * per_block : (m + 1) * per_block] for m in range(WARPGROUP_BLOCKS)]
+    return [sums[m * per_block : (m + 1) * per_block] for m in range(sizes.blocks)]
 
 
-def _sync_warpgroup(warpgroup: ir.Value) -> None:
-    mgpu.utils.inline_ptx(
-        "bar.sync $0, 128;", arith.addi(warpgroup, w.i32(1)), has_side_effects=True, convergent=True
-    )
+def sync_warpgroup(warpgroup: ir.Value) -> None:
+    number = arith.addi(warpgroup, w.i32(1))
+    mgpu.utils.inline_ptx("bar.sync $0, 128;", number, has_side_effects=True, convergent=True)
+
+
+def narrow(low: ir.Value, high: ir.Value) -> ir.Value:
+    """Two float32 as bfloat16 in a word."""
+    return mgpu.utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result_types=w.i32())
 
 
 def _store_transposed(matrices: Sequence[tuple[ir.Value, int, int]], base: ir.Value, pitch: int) -> None:
@@ -241,7 +272,7 @@ def _store_transposed(matrices: Sequence[tuple[ir.Value, int, int]], base: ir.Va
             parts = group[begin : begin + size]
             offset = w.i32(parts[-1][1] * 8 * pitch + parts[-1][2])
             for i in reversed(range(len(parts) - 1)):
-                is_this = arith.cmpi(arith.CmpIPredicate.eq, which, w.i32(i))
+                is_this = _equal(which, i)
                 offset = arith.select(is_this, w.i32(parts[i][1] * 8 * pitch + parts[i][2]), offset)
             registers = ",".join(f"${i + 1}" for i in range(len(parts)))
             mgpu.utils.inline_ptx(
@@ -253,13 +284,13 @@ def _store_transposed(matrices: Sequence[tuple[ir.Value, int, int]], base: ir.Va
             )
 
 
-def _pack(low: ir.Value, high: ir.Value) -> ir.Value:
-    """Two float32 as bfloat16 in a word."""
-    return mgpu.utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result_types=w.i32())
-
-
 def multiply_gate_up(
-    ring: Any, barriers: Any, staging: Any, hidden: Any, *scalars: jax.Array, num_columns: int, num_tokens: int, num_stages: int
+    ring: Any,
+    barriers: Any,
+    staging: Any,
+    hidden: Any,
+    *scalars: jax.Array,
+    sizes: Sizes,
 ) -> None:
     """Writes ``silu(gate) * up`` of a unit to the rows of its places in ``hidden``, columns permuted.
 
@@ -269,39 +300,33 @@ def multiply_gate_up(
     @w.inline(4, 5)
     def call(ring, barriers, staging, hidden, done, first, count, tile, warpgroup) -> None:
         width = ir.MemRefType(hidden.type).shape[1]
-        sums = _multiply(
-            ring, barriers, done, warpgroup, num_columns=num_columns, num_tokens=num_tokens, num_stages=num_stages
-        )
-        features = WARPGROUP_BLOCKS * BLOCK_ROWS // 2
+        sums = _multiply(ring, barriers, done, warpgroup, sizes)
+        features = sizes.blocks * BLOCK_ROWS // 2
         pitch = 2 * features + _PAD_BYTES
         base = w.at(w.pointer(staging), w.scaled(warpgroup, staging_bytes(features)), w.SHARED)
         warp_base = w.at(base, w.scaled(w.warp(), 16), w.SHARED)
         # The last unit's rows have been read.
-        _sync_warpgroup(warpgroup)
+        sync_warpgroup(warpgroup)
         matrices = []
         for m, block in enumerate(sums):
-            for j in range(num_tokens // 8):
+            for j in range(sizes.num_tokens // 8):
                 gate0, gate1, up0, up1 = block[4 * j : 4 * j + 4]
-                value = _pack(
+                value = narrow(
                     *(arith.mulf(arith.mulf(gate, _sigmoid(gate)), up) for gate, up in ((gate0, up0), (gate1, up1)))
                 )
                 matrices.append((value, j, m * BLOCK_ROWS))
         _store_transposed(matrices, warp_base, pitch)
-        _sync_warpgroup(warpgroup)
+        sync_warpgroup(warpgroup)
         chunks = 2 * features // 16
-        for turn in range(num_tokens * chunks // 128):
+        for turn in range(-(-sizes.num_tokens * chunks // 128)):
             index = arith.addi(arith.andi(w.thread(), w.i32(127)), w.i32(128 * turn))
             token, chunk = arith.divui(index, w.i32(chunks)), arith.remui(index, w.i32(chunks))
             with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, token, count)):
                 group, part = arith.shrui(chunk, w.i32(2)), arith.andi(chunk, w.i32(3))
-                source = w.at(
-                    base, w.add(w.scaled(token, pitch), w.scaled(group, 64), w.scaled(part, 4)), w.SHARED
-                )
+                source = w.at(base, w.add(w.scaled(token, pitch), w.scaled(group, 64), w.scaled(part, 4)), w.SHARED)
                 words = [llvm.load(w.i32(), w.at(source, w.i32(16 * t), w.SHARED)) for t in range(4)]
                 place = arith.muli(w.wide(arith.addi(first, token)), w.i64(2 * width))
-                column = w.add(
-                    w.scaled(tile, TILE_ROWS), w.scaled(warpgroup, 2 * features), w.scaled(chunk, 16)
-                )
+                column = w.add(w.scaled(tile, TILE_ROWS), w.scaled(warpgroup, 2 * features), w.scaled(chunk, 16))
                 target = w.at(w.gmem(hidden), arith.addi(place, w.wide(column)), w.GLOBAL)
                 llvm.store(w.register(words), target, alignment=16)
 
@@ -312,57 +337,53 @@ def multiply_down(
     ring: Any,
     barriers: Any,
     staging: Any,
-    out: Any,
+    y: Any,
     pair_table: Any,
     *scalars: jax.Array,
-    num_columns: int,
-    num_tokens: int,
-    num_stages: int,
+    sizes: Sizes,
 ) -> None:
-    """Writes a unit's product to ``out``, rows by pair: the pair of place p is ``pair_table[p]``.
+    """Starts to write a unit's product to ``y`` [slices, pairs, 512]: the pair of place p is ``pair_table[p]``.
 
-    Scalars: stages used before, first place, number of tokens, tile of 512 rows, warpgroup.
+    Scalars: stages used before, first place, number of tokens, tile of 512 rows (the slice), warpgroup.
     """
 
     @w.inline(5, 5)
-    def call(ring, barriers, staging, out, pair_table, done, first, count, tile, warpgroup) -> None:
-        width = ir.MemRefType(out.type).shape[1]
+    def call(ring, barriers, staging, y, pair_table, done, first, count, tile, warpgroup) -> None:
+        _, num_pairs, width = ir.MemRefType(y.type).shape
         thread = arith.andi(w.thread(), w.i32(127))
         is_token = arith.cmpi(arith.CmpIPredicate.slt, thread, count)
-        place = arith.addi(first, arith.minsi(thread, arith.subi(count, w.i32(1))))
-        pair = llvm.load(w.i32(), w.at(w.gmem(pair_table), w.wide(w.scaled(place, 4)), w.GLOBAL))
-        sums = _multiply(
-            ring, barriers, done, warpgroup, num_columns=num_columns, num_tokens=num_tokens, num_stages=num_stages
-        )
-        features = WARPGROUP_BLOCKS * BLOCK_ROWS
+        own = arith.addi(first, arith.minsi(thread, arith.subi(count, w.i32(1))))
+        pair = llvm.load(w.i32(), w.at(w.gmem(pair_table), w.wide(w.scaled(own, 4)), w.GLOBAL))
+        sums = _multiply(ring, barriers, done, warpgroup, sizes)
+        features = sizes.blocks * BLOCK_ROWS
         pitch = 2 * features + _PAD_BYTES
         base = w.at(w.pointer(staging), w.scaled(warpgroup, staging_bytes(features)), w.SHARED)
         warp_base = w.at(base, w.scaled(w.warp(), 32), w.SHARED)
         # The last unit's rows have been read.
         mgpu.utils.inline_ptx("cp.async.bulk.wait_group.read 0;", has_side_effects=True)
-        _sync_warpgroup(warpgroup)
+        sync_warpgroup(warpgroup)
         matrices = []
         for m, block in enumerate(sums):
-            for j in range(num_tokens // 8):
+            for j in range(sizes.num_tokens // 8):
                 for h in range(2):
-                    value = _pack(*block[4 * j + 2 * h : 4 * j + 2 * h + 2])
+                    value = narrow(*block[4 * j + 2 * h : 4 * j + 2 * h + 2])
                     matrices.append((value, j, 2 * m * BLOCK_ROWS + 16 * h))
         _store_transposed(matrices, warp_base, pitch)
         mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-        _sync_warpgroup(warpgroup)
-        column = w.add(w.scaled(tile, 2 * TILE_ROWS), w.scaled(warpgroup, 2 * features))
-        offset = arith.addi(arith.muli(w.wide(pair), w.i64(2 * width)), w.wide(column))
+        sync_warpgroup(warpgroup)
+        row = arith.addi(arith.muli(w.wide(tile), w.i64(num_pairs)), w.wide(pair))
+        column = w.scaled(warpgroup, 2 * features)
         with mgpu.utils.when(is_token):
             mgpu.utils.inline_ptx(
                 "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
-                w.at(w.gmem(out), offset, w.GLOBAL),
+                w.at(w.gmem(y), arith.addi(arith.muli(row, w.i64(2 * width)), w.wide(column)), w.GLOBAL),
                 w.at(base, w.scaled(thread, pitch), w.SHARED),
                 w.i32(2 * features),
                 has_side_effects=True,
             )
         mgpu.utils.inline_ptx("cp.async.bulk.commit_group;", has_side_effects=True)
 
-    call(ring, barriers, staging, out, pair_table, *scalars)
+    call(ring, barriers, staging, y, pair_table, *scalars)
 
 
 def finish_stores() -> None:
