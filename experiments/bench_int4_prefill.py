@@ -1,7 +1,8 @@
 """Measures the INT4 experts of one rank of Kimi K2.6 with the many tokens of prefill, against the tensor cores' rate.
 
-Weights are random; a call reads 1.2 GB of them, so that none stay in the second cache from one call to the next. A call's time
-is that of all its kernels on the device, as CUPTI reports it. The error is that of 64 tokens, spread evenly, against float64.
+Weights are random; a call reads 1.2 GB of them, so that none stay in the second cache from one call to the next. A call's
+time is that of all its kernels on the device, as CUPTI reports it. The error is that of 64 tokens, spread evenly, against
+float64.
 """
 
 import functools

@@ -119,11 +119,11 @@ class _Product:
 
         lax.fori_loop(0, turns, step, self._load(jnp.int32(0)))
 
-    def fetch(self, rows: Any, row_table: Any) -> None:
+    def fetch(self, rows: Any, pairs: Any, per_row: int | None) -> None:
         """What the copying warpgroup does."""
         plgpu.set_max_registers(self.config.copy_registers, action="decrease")
-        arrays = (self.ring, self.barriers, self.blocks, rows, row_table)
-        self.each_unit(functools.partial(steps.fetch_unit, *arrays, num_stages=self.num_stages))
+        arrays = (self.ring, self.barriers, self.blocks, rows, pairs)
+        self.each_unit(functools.partial(steps.fetch_unit, *arrays, num_stages=self.num_stages, per_row=per_row))
 
     def compute(self, multiply: Callable, warpgroup: Array) -> None:
         """What a computing warpgroup does; ``multiply`` has code for each of the token counts."""
@@ -179,46 +179,47 @@ def _multiply_gate_up(
     config: Config,
 ) -> BFloat16[Array, "P F"]:
     """``silu(gate x) * up x`` by place, columns permuted."""
-    num_features = blocks.shape[1] * steps.TILE_ROWS // 2
+    P, num_features = schedule.pair_P.shape[0], blocks.shape[1] * steps.TILE_ROWS // 2
+    per_row = P // permuted_TD.shape[0]
 
-    def body(num_stages, staging, ring, barriers, rows, row_table, blocks, units, num_units, hidden) -> None:
+    def body(num_stages, staging, ring, barriers, rows, pairs, blocks, units, num_units, hidden) -> None:
         warpgroup = lax.axis_index("warpgroup")
         product = _Product(config, num_stages, ring, barriers, blocks, units, num_units[0])
 
         @pl.when(warpgroup == config.warpgroups)
         def _() -> None:
-            product.fetch(rows, row_table)
+            product.fetch(rows, pairs, per_row)
 
         @pl.when(warpgroup < config.warpgroups)
         def _() -> None:
             product.compute(functools.partial(steps.multiply_gate_up, ring, barriers, staging, hidden), warpgroup)
 
-    inputs = (permuted_TD, schedule.token_P, blocks, schedule.unit_U3, schedule.num_units_1)
-    out_type = jax.ShapeDtypeStruct((schedule.token_P.shape[0], num_features), jnp.bfloat16)
+    inputs = (permuted_TD, schedule.pair_P, blocks, schedule.unit_U3, schedule.num_units_1)
+    out_type = jax.ShapeDtypeStruct((P, num_features), jnp.bfloat16)
     features = steps.TILE_ROWS // config.warpgroups // 2
     return _launch(body, inputs, out_type, features, "int4_prefill_gate_up", config)
 
 
 def _multiply_down(
     hidden_PF: BFloat16[Array, "P F"], blocks: Int32[Array, "E M K m w"], schedule: Schedule, config: Config
-) -> BFloat16[Array, "M P w"]:
+) -> BFloat16[Array, "M P c"]:
     """Products by pair, in slices of 512 columns."""
     P, num_tiles = hidden_PF.shape[0], blocks.shape[1]
 
-    def body(num_stages, staging, ring, barriers, hidden, blocks, units, num_units, pairs, places, y) -> None:
+    def body(num_stages, staging, ring, barriers, hidden, pairs, blocks, units, num_units, y) -> None:
         warpgroup = lax.axis_index("warpgroup")
         product = _Product(config, num_stages, ring, barriers, blocks, units, num_units[0])
 
         @pl.when(warpgroup == config.warpgroups)
         def _() -> None:
-            product.fetch(hidden, places)
+            product.fetch(hidden, pairs, None)
 
         @pl.when(warpgroup < config.warpgroups)
         def _() -> None:
             product.compute(functools.partial(steps.multiply_down, ring, barriers, staging, y, pairs), warpgroup)
             steps.finish_stores()
 
-    inputs = (hidden_PF, blocks, schedule.unit_U3, schedule.num_units_1, schedule.pair_P, jnp.arange(P, dtype=_INT))
+    inputs = (hidden_PF, schedule.pair_P, blocks, schedule.unit_U3, schedule.num_units_1)
     out_type = jax.ShapeDtypeStruct((num_tiles, P, steps.TILE_ROWS), jnp.bfloat16)
     return _launch(body, inputs, out_type, steps.TILE_ROWS // config.warpgroups, "int4_prefill_down", config)
 
@@ -234,6 +235,6 @@ def int4_moe_prefill(
     """Weighted sum of each token's experts. What `int4_moe` checks and documents; D is a multiple of 64 here."""
     schedule, permuted_TD = prepare(x_TD, expert_TX, gate_up_EMKmw.shape[0], config.num_blocks)
     hidden_PF = _multiply_gate_up(permuted_TD, gate_up_EMKmw, schedule, config)
-    y_MPw = _multiply_down(hidden_PF, down_EMKmw, schedule, config)
-    y_TD = sum_pairs(y_MPw, expert_TX, weight_TX, down_EMKmw.shape[0], config.num_blocks)
+    y_MPc = _multiply_down(hidden_PF, down_EMKmw, schedule, config)
+    y_TD = sum_pairs(y_MPc, expert_TX, weight_TX, down_EMKmw.shape[0], config.num_blocks)
     return y_TD[:, : x_TD.shape[1]]

@@ -7,7 +7,7 @@ One block sorts, the others permute token rows meanwhile. Each of 32 warps count
 warps and experts make them first places; then the warps go through their pairs again::
 
     block 0       count ─► sum over warps ─► sum over experts ─► places of pairs, units
-    others        token rows, 64 bytes a thread: 4 x 4 words transposed
+    others        token rows, 16 bytes a thread
 """
 
 from typing import Any, NamedTuple
@@ -34,13 +34,12 @@ _THREADS = _WARPS * _LANES
 class Schedule(NamedTuple):
     """Units of places: [expert, first place, number of places], and how many there are.
 
-    Place p holds pair ``pair_P[p]`` of token ``token_P[p]``; what stands at places and units behind the last is undefined.
+    Place p holds pair ``pair_P[p]``; what stands at places and units behind the last is undefined.
     """
 
     unit_U3: Int32[Array, "U 3"]
     num_units_1: Int32[Array, "1"]
     pair_P: Int32[Array, "P"]
-    token_P: Int32[Array, "P"]
 
 
 def max_units(num_pairs: int, num_experts: int) -> int:
@@ -49,8 +48,7 @@ def max_units(num_pairs: int, num_experts: int) -> int:
 
 def build_schedule(expert_TX: Int32[Array, "T X"], num_experts: int) -> Schedule:
     """What `prepare` makes, in plain JAX: as few units as can be, an expert's of sizes that differ by 8 at most."""
-    T, X = expert_TX.shape
-    P = T * X
+    P = expert_TX.size
     expert_P = expert_TX.reshape(P)
     key_P = jnp.where((expert_P >= 0) & (expert_P < num_experts), expert_P, num_experts)
     sorted_P, pair_P = lax.sort((key_P, jnp.arange(P, dtype=_INT)), num_keys=1, is_stable=True)
@@ -65,7 +63,7 @@ def build_schedule(expert_TX: Int32[Array, "T X"], num_experts: int) -> Schedule
     start_U = (unit_U - (end_E - units_E)[expert_U]) * size_E[expert_U]
     counted_U = jnp.clip(count_E[expert_U] - start_U, 0, size_E[expert_U])
     unit_U3 = jnp.stack([expert_U, first_E[expert_U] + start_U, counted_U], axis=1)
-    return Schedule(unit_U3, end_E[-1:], pair_P, pair_P // X)
+    return Schedule(unit_U3, end_E[-1:], pair_P)
 
 
 def prepare_reference(x_TD: BFloat16[Array, "T D"], expert_TX: Int32[Array, "T X"], num_experts: int) -> tuple:
@@ -76,17 +74,16 @@ def prepare(
     x_TD: BFloat16[Array, "T D"], expert_TX: Int32[Array, "T X"], num_experts: int, num_blocks: int
 ) -> tuple[Schedule, BFloat16[Array, "T D"]]:
     """The schedule of a routing, and token rows with permuted columns."""
-    T, X = expert_TX.shape
-    P = T * X
+    P = expert_TX.size
     experts = _LANES * -(-num_experts // _LANES)
 
-    def body(x, expert, unit, num_units, pair, token, permuted, count_s, total_s, first_s) -> None:
+    def body(x, expert, unit, num_units, pair, permuted, *scratch) -> None:
         block = lax.axis_index("block")
-        sizes = {"num_pairs": P, "num_experts": num_experts, "per_token": X}
+        sizes = {"num_pairs": P, "num_experts": num_experts}
 
         @pl.when(block == 0)
         def _() -> None:
-            _sort(expert, unit, num_units, pair, token, count_s, total_s, first_s, **sizes)
+            _sort(expert, unit, num_units, pair, *scratch, **sizes)
 
         @pl.when(block > 0)
         def _() -> None:
@@ -97,7 +94,6 @@ def prepare(
         out_type=(
             jax.ShapeDtypeStruct((max_units(P, num_experts), 3), _INT),
             jax.ShapeDtypeStruct((1,), _INT),
-            jax.ShapeDtypeStruct((P,), _INT),
             jax.ShapeDtypeStruct((P,), _INT),
             jax.ShapeDtypeStruct(x_TD.shape, jnp.bfloat16),
         ),
@@ -113,6 +109,7 @@ def prepare(
             plgpu.SMEM((_WARPS * experts,), _INT),
             plgpu.SMEM((experts,), _INT),
             plgpu.SMEM((2 * experts,), _INT),
+            plgpu.SMEM((P,), _INT),
         ],
     )(x_TD, expert_TX.reshape(P))
     return Schedule(*schedule), permuted_TD
@@ -144,24 +141,23 @@ def _sort(
     unit: Any,
     num_units: Any,
     pair: Any,
-    token: Any,
     count_s: Any,
     total_s: Any,
     first_s: Any,
+    pair_s: Any,
     *,
     num_pairs: int,
     num_experts: int,
-    per_token: int,
 ) -> None:
     """Fills the schedule. ``count_s``: a row a warp, number of pairs; ``first_s``: first places, first units."""
     turns = -(-num_pairs // _THREADS)
     experts = _LANES * -(-num_experts // _LANES)
 
     @w.inline(8, 0)
-    def call(expert, unit, num_units, pair, token, count_s, total_s, first_s) -> None:
+    def call(expert, unit, num_units, pair, count_s, total_s, first_s, pair_s) -> None:
         lane = arith.andi(w.thread(), w.i32(_LANES - 1))
         warp = arith.shrui(w.thread(), w.i32(5))
-        counts, totals, firsts = map(w.pointer, (count_s, total_s, first_s))
+        counts, totals, firsts, pairs = map(w.pointer, (count_s, total_s, first_s, pair_s))
         own = w.at(counts, w.scaled(warp, 4 * experts), w.SHARED)
         units_first = w.at(firsts, w.i32(4 * experts), w.SHARED)
 
@@ -219,10 +215,15 @@ def _sort(
             mgpu.utils.warp_barrier()
             with mgpu.utils.when(is_local):
                 place = w.add(llvm.load(w.i32(), _word(firsts, chosen)), seen, before)
-                llvm.store(index, _word(w.gmem(pair), place, w.GLOBAL))
-                llvm.store(arith.divui(index, w.i32(per_token)), _word(w.gmem(token), place, w.GLOBAL))
+                llvm.store(index, _word(pairs, place))
 
         each_turn(write_pair)
+        gpu.barrier()
+
+        def copy_pair(index: ir.Value) -> None:
+            llvm.store(llvm.load(w.i32(), _word(pairs, index)), _word(w.gmem(pair), index, w.GLOBAL))
+
+        _strided(num_pairs, copy_pair)
 
         def write_units(index: ir.Value) -> None:
             count = llvm.load(w.i32(), _word(totals, index))
@@ -241,11 +242,11 @@ def _sort(
 
         _strided(num_experts, write_units)
 
-    call(expert, unit, num_units, pair, token, count_s, total_s, first_s)
+    call(expert, unit, num_units, pair, count_s, total_s, first_s, pair_s)
 
 
 def _find_same(value: ir.Value, bits: int) -> ir.Value:
-    """Lanes of the warp that hold the same value, compared bit by bit: ``match.any`` takes longer the more values there are."""
+    """Lanes of the warp that hold the same value, bit by bit: ``match.any`` takes longer the more values there are."""
     same = w.i32(-1)
     for bit in range(bits):
         own = arith.shrui(arith.shli(value, w.i32(31 - bit)), w.i32(31))
@@ -288,26 +289,24 @@ def _sum_experts(lane: ir.Value, totals: ir.Value, firsts: ir.Value, units_first
 
 
 def _permute(x: Any, permuted: Any, block: jax.Array, *, num_blocks: int) -> None:
-    """`permute_columns` by ``num_blocks`` blocks: 32 columns a thread and turn."""
+    """`permute_columns` by ``num_blocks`` blocks: 8 columns a thread and turn, so that stores are of whole lines."""
 
     @w.inline(2, 1)
     def call(x, permuted, block) -> None:
         rows, width = ir.MemRefType(x.type).shape
-        total, step = rows * width // 32, num_blocks * _THREADS
+        total, step = rows * width // 8, num_blocks * _THREADS
         start = arith.addi(w.scaled(block, _THREADS), w.thread())
+        part = w.wide(w.scaled(arith.andi(start, w.i32(3)), 4))
         turns = arith.divui(arith.subi(w.i32(total + step - 1), start), w.i32(step))
-        kind = ir.VectorType.get((4,), w.i32())
 
         @mgpu.utils.fori(turns, [])
         def _(turn: ir.Value, carry: list) -> list:
-            offset = arith.muli(w.wide(arith.addi(start, w.scaled(turn, step))), w.i64(64))
-            source, target = (w.at(w.gmem(ref), offset, w.GLOBAL) for ref in (x, permuted))
-            chunks = [
-                w.elements(llvm.load(kind, w.at(source, w.i64(16 * i), w.GLOBAL), alignment=16), 4) for i in range(4)
-            ]
-            for i in range(4):
-                value = w.register([chunk[i] for chunk in chunks])
-                llvm.store(value, w.at(target, w.i64(16 * i), w.GLOBAL), alignment=16)
+            index = arith.addi(start, w.scaled(turn, step))
+            source = arith.muli(w.wide(arith.shrui(index, w.i32(2))), w.i64(64))
+            source = w.at(w.gmem(x), arith.addi(source, part), w.GLOBAL)
+            words = [llvm.load(w.i32(), w.at(source, w.i64(16 * t), w.GLOBAL)) for t in range(4)]
+            target = w.at(w.gmem(permuted), arith.muli(w.wide(index), w.i64(16)), w.GLOBAL)
+            llvm.store(w.register(words), target, alignment=16)
             return carry
 
     call(x, permuted, block)

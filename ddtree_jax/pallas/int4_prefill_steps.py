@@ -11,7 +11,9 @@ quad finds the weights of a block in its registers (`int4_blocks`). `permute_col
 and up unit writes hidden rows in it.
 """
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS, WEIGHT_WORDS
-from ddtree_jax.pallas.int4_steps import _scale, _sigmoid, _spread, _unpack
+from ddtree_jax.pallas.int4_steps import _scale, _sigmoid, _spread
 
 TILE_BLOCKS = 8
 TILE_ROWS = TILE_BLOCKS * BLOCK_ROWS
@@ -34,6 +36,9 @@ FULL_ARRIVALS = 129
 """Of a stage's barrier: the 128 threads that copy tokens, and the one that also starts the weights' copy."""
 _PAD_BYTES = 16
 _WHOLE_BLOCK_TOKENS = 48
+_PENDING = 1
+_UNROLL = 2
+_STEP = None
 
 
 class Sizes(NamedTuple):
@@ -58,16 +63,23 @@ def staging_bytes(features: int) -> int:
 
 
 def fetch_unit(
-    ring: Any, barriers: Any, blocks: Any, rows: Any, row_table: Any, *scalars: jax.Array, num_stages: int
+    ring: Any,
+    barriers: Any,
+    blocks: Any,
+    rows: Any,
+    pairs: Any,
+    *scalars: jax.Array,
+    num_stages: int,
+    per_row: int | None,
 ) -> None:
     """A warpgroup copies a unit's weights and token rows to the ring, a stage for every 64 columns.
 
-    Scalars: stages filled before, expert, first of the unit's places, number of its tokens, tile of 512 rows. The row of
-    place p is ``row_table[p]``.
+    Scalars: stages filled before, expert, first of the unit's places, number of its tokens, tile of 512 rows. The row
+    of place p is ``pairs[p] // per_row``, or p.
     """
 
     @w.inline(5, 5)
-    def call(ring, barriers, blocks, rows, row_table, done, expert, first, count, tile) -> None:
+    def call(ring, barriers, blocks, rows, pairs, done, expert, first, count, tile) -> None:
         _, num_tiles, num_columns, _, _ = ir.MemRefType(blocks.type).shape
         width = ir.MemRefType(rows.type).shape[1]
         thread = arith.andi(w.thread(), w.i32(127))
@@ -78,8 +90,10 @@ def fetch_unit(
         for n in range(0, MAX_TOKENS, 16):
             is_token.append(arith.cmpi(arith.CmpIPredicate.slt, arith.addi(row, w.i32(n)), count))
             place = w.add(first, arith.minsi(arith.addi(row, w.i32(n)), arith.subi(count, w.i32(1))))
-            index = llvm.load(w.i32(), w.at(w.gmem(row_table), w.wide(w.scaled(place, 4)), w.GLOBAL))
-            offset = arith.addi(arith.muli(w.wide(index), w.i64(2 * width)), w.wide(w.scaled(chunk, 16)))
+            if per_row is not None:
+                pair = llvm.load(w.i32(), w.at(w.gmem(pairs), w.wide(w.scaled(place, 4)), w.GLOBAL))
+                place = arith.divui(pair, w.i32(per_row))
+            offset = arith.addi(arith.muli(w.wide(place), w.i64(2 * width)), w.wide(w.scaled(chunk, 16)))
             sources.append(w.at(w.gmem(rows), offset, w.GLOBAL))
         swizzled = arith.xori(chunk, arith.andi(row, w.i32(7)))
         token_offset = w.add(w.scaled(row, _ROW_BYTES), w.scaled(swizzled, 16), w.i32(_WEIGHT_BYTES))
@@ -119,7 +133,7 @@ def fetch_unit(
             mgpu.utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", full, has_side_effects=True)
             return _advance(stage, parity, num_stages)
 
-    call(ring, barriers, blocks, rows, row_table, *scalars)
+    call(ring, barriers, blocks, rows, pairs, *scalars)
 
 
 def _equal(value: ir.Value, number: int) -> ir.Value:
@@ -168,19 +182,20 @@ def _start_products(
     return [llvm.extractvalue(w.f32(), result, [i]) for i in range(count)]
 
 
-def _dequantize(words_at: ir.Value, scales_at: ir.Value) -> list[list[ir.Value]]:
-    """A thread's part of a block as the four register operands of 16 columns each."""
-    words = w.load(w.i32(), words_at, 4)
-    scales = w.load(w.i32(), scales_at, 2)
-    operands = []
+def _dequantize(words: Sequence[ir.Value], scales: Sequence[ir.Value]) -> Iterator[list[ir.Value]]:
+    """The four register operands, of 16 columns each, that a thread's part of a block stands for."""
     for q in range(2):
-        low, high = _spread(scales[q])
-        below, above = (
-            [_scale(pair, by) for pair in _unpack(word)]
-            for word, by in zip(words[2 * q : 2 * q + 2], (low, high), strict=True)
-        )
-        operands += [[below[2 * j], above[2 * j], below[2 * j + 1], above[2 * j + 1]] for j in range(2)]
-    return operands
+        by = _spread(scales[q])
+        for j in range(2):
+            yield [_scale(_unpack_pair(words[2 * q + h], i), by[h]) for i in (2 * j, 2 * j + 1) for h in range(2)]
+
+
+def _unpack_pair(word: ir.Value, i: int) -> ir.Value:
+    """Nibbles i and i + 4 of a word as bfloat16 128 + nibble."""
+    shifted = arith.shrui(word, w.i32(4 * i)) if i else word
+    return mgpu.utils.inline_ptx(
+        "lop3.b32 $0, $1, $2, $3, 0xEA;", shifted, w.i32(0x000F000F), w.i32(0x43004300), result_types=w.i32()
+    )
 
 
 def _wait_products(pending: int) -> None:
@@ -204,7 +219,7 @@ def _multiply(
     per_block = sizes.num_tokens // 2
     zero = arith.constant(w.f32(), 0.0)
     # Operands started together: with many tokens registers are short.
-    step = 4 if sizes.num_tokens <= _WHOLE_BLOCK_TOKENS else 2
+    step = _STEP or (4 if sizes.num_tokens <= _WHOLE_BLOCK_TOKENS else 2)
     is_first = _equal(lane, 0)
 
     def release(stage: ir.Value, is_needed: ir.Value) -> None:
@@ -218,32 +233,48 @@ def _multiply(
     # Of rows of 128 bytes in the swizzle of 128: 1,024 bytes from 8 tokens to the next 8.
     layout = w.i64((1 << 62) | (64 << 32) | (1 << 16))
 
-    @mgpu.utils.fori(w.i32(sizes.num_columns), [*_split(done, num_stages), *[zero] * (sizes.blocks * per_block)])
-    def loop(k: ir.Value, carry: list) -> list:
-        stage, parity, *sums = carry
-        w.wait(barriers, stage, parity)
-        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-        place = w.at(w.pointer(ring), w.scaled(stage, STAGE_BYTES), w.SHARED)
-        tokens = llvm.ptrtoint(w.i32(), w.at(place, w.i32(_WEIGHT_BYTES), w.SHARED))
-        address = arith.shrui(arith.andi(tokens, w.i32(0x3FFFF)), w.i32(4))
-        descriptor = arith.ori(arith.extui(w.i64_type(), address), layout)
-        words_at, scales_at = w.at(place, words_offset, w.SHARED), w.at(place, scales_offset, w.SHARED)
-        for m in range(sizes.blocks):
-            shift = w.i32(m * _BLOCK_BYTES)
-            weights = _dequantize(w.at(words_at, shift, w.SHARED), w.at(scales_at, shift, w.SHARED))
-            own = slice(m * per_block, (m + 1) * per_block)
-            for first in range(0, len(weights), step):
-                part = weights[first : first + step]
-                sums[own] = _start_products(sums[own], part, descriptor, first, k)
-                _wait_products(1)
-                if m == first == 0:
-                    before = arith.select(_equal(stage, 0), w.i32(num_stages - 1), arith.subi(stage, w.i32(1)))
-                    release(before, arith.andi(is_first, arith.cmpi(arith.CmpIPredicate.sgt, k, w.i32(0))))
-        return [*_advance(stage, parity, num_stages), *sums]
+    unroll = math.gcd(sizes.num_columns, _UNROLL)
+    carry = [*_split(done, num_stages), *[zero] * (sizes.blocks * per_block)]
 
-    _wait_products(0)
-    last, _ = _split(arith.addi(done, w.i32(sizes.num_columns - 1)), num_stages)
-    release(last, is_first)
+    @mgpu.utils.fori(w.i32(sizes.num_columns // unroll), carry)
+    def loop(turn: ir.Value, carry: list) -> list:
+        stage, parity, *sums = carry
+        before = None
+        for u in range(unroll):
+            w.wait(barriers, stage, parity)
+            # The tokens' copies belong to the other proxy than wgmma.
+            mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+            place = w.at(w.pointer(ring), w.scaled(stage, STAGE_BYTES), w.SHARED)
+            tokens = llvm.ptrtoint(w.i32(), w.at(place, w.i32(_WEIGHT_BYTES), w.SHARED))
+            address = arith.shrui(arith.andi(tokens, w.i32(0x3FFFF)), w.i32(4))
+            descriptor = arith.ori(arith.extui(w.i64_type(), address), layout)
+            words_at, scales_at = w.at(place, words_offset, w.SHARED), w.at(place, scales_offset, w.SHARED)
+
+            def load_block(m: int, words_at: ir.Value = words_at, scales_at: ir.Value = scales_at) -> tuple:
+                shift = w.i32(m * _BLOCK_BYTES)
+                return w.load(w.i32(), w.at(words_at, shift, w.SHARED), 4), w.load(
+                    w.i32(), w.at(scales_at, shift, w.SHARED), 2
+                )
+
+            following = load_block(0)
+            for m in range(sizes.blocks):
+                weights = _dequantize(*following)
+                if m + 1 < sizes.blocks:
+                    following = load_block(m + 1)
+                own = slice(m * per_block, (m + 1) * per_block)
+                for first in range(0, 4, step):
+                    part = list(itertools.islice(weights, step))
+                    accumulates = turn if u == 0 else w.i32(1)
+                    sums[own] = _start_products(sums[own], part, descriptor, first, accumulates)
+                    _wait_products(_PENDING)
+                    if before is not None and m == 0 and first == (_PENDING - 1) * step:
+                        release(before, is_first)
+            before = stage
+            stage, parity = _advance(stage, parity, num_stages)
+        _wait_products(0)
+        release(before, is_first)
+        return [stage, parity, *sums]
+
     sums = loop.results[2:]
     return [sums[m * per_block : (m + 1) * per_block] for m in range(sizes.blocks)]
 

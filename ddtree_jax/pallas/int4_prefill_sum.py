@@ -23,14 +23,14 @@ _WARPGROUPS = 8
 
 
 def sum_pairs(
-    y_MPw: BFloat16[Array, "M P w"],
+    y_MPc: BFloat16[Array, "M P c"],
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
     num_experts: int,
     num_blocks: int,
 ) -> BFloat16[Array, "T D"]:
-    """Rows of tokens from slices ``y_MPw`` of their pairs' rows; what pairs without an expert here hold is left out."""
-    num_slices, _, width = y_MPw.shape
+    """Rows of tokens from slices ``y_MPc`` of their pairs' rows; what pairs without an expert here hold is left out."""
+    num_slices, _, width = y_MPc.shape
     T = expert_TX.shape[0]
     workers = num_blocks * _WARPGROUPS // num_slices
 
@@ -53,7 +53,7 @@ def sum_pairs(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-    )(y_MPw, expert_TX, weight_TX)
+    )(y_MPc, expert_TX, weight_TX)
 
 
 def _sum_slice(
