@@ -1,7 +1,7 @@
 """Routed experts with INT4 group-32 weights for many tokens on Hopper: grouped products near the tensor cores' rate.
 
 A unit is up to 64 tokens of one expert and a tile of 512 rows of its weights. Blocks, one a multiprocessor, take units in
-turn; in each, one warpgroup copies and two compute::
+turn; in each, one warpgroup copies and four compute::
 
     prepare       pairs sorted by expert, units; token rows permuted
     gate and up   copies ──► ring ──► weights to registers, wgmma ──► silu(gate) * up ──► hidden rows by place
@@ -49,9 +49,9 @@ class Config:
     num_blocks: int = 132
     token_counts: tuple[int, ...] = (16, 32, 48, 64)
     shared_bytes: int = 231_000
-    warpgroups: int = 2
-    copy_registers: int = 40
-    compute_registers: int = 232
+    warpgroups: int = 4
+    copy_registers: int = 32
+    compute_registers: int = 112
 
 
 def choose_config(

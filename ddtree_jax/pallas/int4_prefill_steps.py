@@ -37,8 +37,8 @@ FULL_ARRIVALS = 129
 _PAD_BYTES = 16
 _WHOLE_BLOCK_TOKENS = 48
 _PENDING = 1
-_UNROLL = 2
-_STEP = None
+_UNROLL = 1
+_STEP = 2
 
 
 class Sizes(NamedTuple):
