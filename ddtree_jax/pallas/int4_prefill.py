@@ -65,12 +65,16 @@ class Config:
     """Tuning. ``token_counts`` are the numbers of tokens that code exists for; a unit takes the next larger.
 
     ``num_blocks`` is the device's multiprocessors: all blocks must run at once, one on each. ``shared_bytes`` of shared
-    memory a block, less than the device's limit by what the compiler adds.
+    memory a block, less than the device's limit by what the compiler adds. Products are started in groups of ``operands``
+    times 16 columns, and overlap across ``unroll`` stages: with more of both, registers do not suffice and the compiler lets
+    each product wait for the last.
     """
 
     num_blocks: int = 132
     token_counts: tuple[int, ...] = (16, 32, 48, 64)
     shared_bytes: int = 231_000
+    operands: int = 2
+    unroll: int = 2
     gate_up: Roles = Roles(computing=4, compute_registers=112, copy_registers=32)
     down: Roles = Roles(computing=2, compute_registers=208, copy_registers=40, sum_registers=56)
 
@@ -166,7 +170,14 @@ class _Product:
         """Calls a multiplying step in the code for ``count`` tokens."""
         smaller = 0
         for num_tokens in self.config.token_counts:
-            sizes = steps.Sizes(self.num_columns, num_tokens, self.num_stages, self.roles.blocks)
+            sizes = steps.Sizes(
+                self.num_columns,
+                num_tokens,
+                self.num_stages,
+                self.roles.blocks,
+                self.config.operands,
+                self.config.unroll,
+            )
             step = functools.partial(function, *scalars, sizes=sizes)
             pl.when((count > smaller) & (count <= num_tokens))(step)
             smaller = num_tokens

@@ -37,19 +37,21 @@ STAGE_BYTES = _WEIGHT_BYTES + MAX_TOKENS * _ROW_BYTES
 FULL_ARRIVALS = 129
 """Of a stage's barrier: the 128 threads that copy tokens, and the one that also starts the weights' copy."""
 _PAD_BYTES = 16
-_WHOLE_BLOCK_TOKENS = 48
-_PENDING = 1
-_UNROLL = 1
-_STEP = 2
+_OPERANDS = BLOCK_COLUMNS // 16
 
 
 class Sizes(NamedTuple):
-    """What code for a unit is made for: stages a unit, places for tokens, stages of the ring, blocks a warpgroup."""
+    """What code for a unit is made for: stages a unit, places for tokens, stages of the ring, blocks a warpgroup.
+
+    Products are started in groups of ``operands`` times 16 columns, and overlap across ``unroll`` stages.
+    """
 
     num_columns: int
     num_tokens: int
     num_stages: int
     blocks: int
+    operands: int
+    unroll: int
 
 
 def permute_columns(x: jax.Array) -> jax.Array:
@@ -209,76 +211,75 @@ def _multiply(
 ) -> list[list[ir.Value]]:
     """A warpgroup's sums over all columns; for each of its blocks the registers of wgmma's result.
 
-    A block's products run while the next block's weights are unpacked, also from stage to stage: a stage is given back when
-    the first product of the next one has been started and those before it are over.
+    A group's products run while the next group's weights are unpacked. A stage is given back when the first group of the
+    next one has been started and those before it are over, the last of ``sizes.unroll`` when all are over.
     """
-    num_stages = sizes.num_stages
-    r, _ = w.lane()
-    lane = arith.andi(w.thread(), w.i32(31))
-    half = w.scaled(warpgroup, sizes.blocks * _BLOCK_BYTES)
-    words_offset = w.add(half, w.scaled(w.warp(), 512), w.scaled(lane, 16))
-    scales_offset = w.add(half, w.scaled(w.warp(), 64), w.scaled(r, 8), w.i32(4 * WEIGHT_WORDS))
     per_block = sizes.num_tokens // 2
-    zero = arith.constant(w.f32(), 0.0)
-    # Operands started together: with many tokens registers are short.
-    step = _STEP or (4 if sizes.num_tokens <= _WHOLE_BLOCK_TOKENS else 2)
-    is_first = _equal(lane, 0)
+    zeros = [arith.constant(w.f32(), 0.0)] * (sizes.blocks * per_block)
+    is_first = _equal(arith.andi(w.thread(), w.i32(31)), 0)
+    unroll = math.gcd(sizes.num_columns, sizes.unroll)
+    offsets = _block_offsets(warpgroup, sizes)
 
-    def release(stage: ir.Value, is_needed: ir.Value) -> None:
+    def release(stage: ir.Value) -> None:
         mgpu.utils.inline_ptx(
             "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];",
-            w.barrier(barriers, arith.addi(stage, w.i32(num_stages))),
-            predicate=is_needed,
+            w.barrier(barriers, arith.addi(stage, w.i32(sizes.num_stages))),
+            predicate=is_first,
             has_side_effects=True,
         )
 
-    # Of rows of 128 bytes in the swizzle of 128: 1,024 bytes from 8 tokens to the next 8.
-    layout = w.i64((1 << 62) | (64 << 32) | (1 << 16))
-
-    unroll = math.gcd(sizes.num_columns, _UNROLL)
-    carry = [*_split(done, num_stages), *[zero] * (sizes.blocks * per_block)]
-
-    @mgpu.utils.fori(w.i32(sizes.num_columns // unroll), carry)
+    @mgpu.utils.fori(w.i32(sizes.num_columns // unroll), [*_split(done, sizes.num_stages), *zeros])
     def loop(turn: ir.Value, carry: list) -> list:
         stage, parity, *sums = carry
         before = None
         for u in range(unroll):
             w.wait(barriers, stage, parity)
-            # The tokens' copies belong to the other proxy than wgmma.
+            # Tokens were copied by the generic proxy; wgmma reads through the asynchronous one.
             mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
             place = w.at(w.pointer(ring), w.scaled(stage, STAGE_BYTES), w.SHARED)
-            tokens = llvm.ptrtoint(w.i32(), w.at(place, w.i32(_WEIGHT_BYTES), w.SHARED))
-            address = arith.shrui(arith.andi(tokens, w.i32(0x3FFFF)), w.i32(4))
-            descriptor = arith.ori(arith.extui(w.i64_type(), address), layout)
-            words_at, scales_at = w.at(place, words_offset, w.SHARED), w.at(place, scales_offset, w.SHARED)
-
-            def load_block(m: int, words_at: ir.Value = words_at, scales_at: ir.Value = scales_at) -> tuple:
-                shift = w.i32(m * _BLOCK_BYTES)
-                return w.load(w.i32(), w.at(words_at, shift, w.SHARED), 4), w.load(
-                    w.i32(), w.at(scales_at, shift, w.SHARED), 2
-                )
-
-            following = load_block(0)
+            descriptor = _describe_tokens(place)
+            following = _load_block(place, offsets, 0)
             for m in range(sizes.blocks):
-                weights = _dequantize(*following)
+                operands = _dequantize(*following)
                 if m + 1 < sizes.blocks:
-                    following = load_block(m + 1)
+                    following = _load_block(place, offsets, m + 1)
                 own = slice(m * per_block, (m + 1) * per_block)
-                for first in range(0, 4, step):
-                    part = list(itertools.islice(weights, step))
-                    accumulates = turn if u == 0 else w.i32(1)
-                    sums[own] = _start_products(sums[own], part, descriptor, first, accumulates)
-                    _wait_products(_PENDING)
-                    if before is not None and m == 0 and first == (_PENDING - 1) * step:
-                        release(before, is_first)
+                for first in range(0, _OPERANDS, sizes.operands):
+                    group = list(itertools.islice(operands, sizes.operands))
+                    sums[own] = _start_products(sums[own], group, descriptor, first, turn if u == 0 else w.i32(1))
+                    _wait_products(1)
+                    if before is not None and m == first == 0:
+                        release(before)
             before = stage
-            stage, parity = _advance(stage, parity, num_stages)
+            stage, parity = _advance(stage, parity, sizes.num_stages)
         _wait_products(0)
-        release(before, is_first)
+        release(before)
         return [stage, parity, *sums]
 
     sums = loop.results[2:]
     return [sums[m * per_block : (m + 1) * per_block] for m in range(sizes.blocks)]
+
+
+def _describe_tokens(place: ir.Value) -> ir.Value:
+    """wgmma's descriptor of a stage's tokens: rows of 128 bytes in the swizzle of 128, 1,024 bytes from 8 to the next 8."""
+    tokens = llvm.ptrtoint(w.i32(), w.at(place, w.i32(_WEIGHT_BYTES), w.SHARED))
+    address = arith.shrui(arith.andi(tokens, w.i32(0x3FFFF)), w.i32(4))
+    return arith.ori(arith.extui(w.i64_type(), address), w.i64((1 << 62) | (64 << 32) | (1 << 16)))
+
+
+def _block_offsets(warpgroup: ir.Value, sizes: Sizes) -> tuple[ir.Value, ir.Value]:
+    """Where in a stage a thread's words and scales of the warpgroup's first block are."""
+    r, _ = w.lane()
+    lane = arith.andi(w.thread(), w.i32(31))
+    start = w.scaled(warpgroup, sizes.blocks * _BLOCK_BYTES)
+    words = w.add(start, w.scaled(w.warp(), 512), w.scaled(lane, 16))
+    return words, w.add(start, w.scaled(w.warp(), 64), w.scaled(r, 8), w.i32(4 * WEIGHT_WORDS))
+
+
+def _load_block(place: ir.Value, offsets: tuple[ir.Value, ir.Value], m: int) -> tuple[list[ir.Value], list[ir.Value]]:
+    """A thread's words and scales of the warpgroup's block m."""
+    words_at, scales_at = (w.at(place, arith.addi(o, w.i32(m * _BLOCK_BYTES)), w.SHARED) for o in offsets)
+    return w.load(w.i32(), words_at, 4), w.load(w.i32(), scales_at, 2)
 
 
 def _store_transposed(matrices: Sequence[tuple[ir.Value, int, int]], base: ir.Value, pitch: int) -> None:
