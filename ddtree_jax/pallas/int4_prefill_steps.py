@@ -23,7 +23,6 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS, WEIGHT_WORDS
-from ddtree_jax.pallas.int4_prefill_sum import count_up, wait_stores
 from ddtree_jax.pallas.int4_prefill_words import narrow, sync_warpgroup
 from ddtree_jax.pallas.int4_steps import _scale, _sigmoid, _spread
 
@@ -363,18 +362,16 @@ def multiply_down(
     staging: Any,
     y: Any,
     pair_table: Any,
-    semaphores: Any,
     *scalars: jax.Array,
     sizes: Sizes,
 ) -> None:
     """Starts to write a unit's product to ``y`` [slices, pairs, 512]: the pair of place p is ``pair_table[p]``.
 
-    Scalars: stages used before, first place, number of tokens, the slice's place in ``y``, warpgroup, and the slice + 1 whose
-    stores have been started last and are counted here, 0 for none.
+    Scalars: stages used before, first place, number of tokens, tile of 512 rows (the slice), warpgroup.
     """
 
-    @w.inline(6, 6)
-    def call(ring, barriers, staging, y, pair_table, semaphores, done, first, count, place, warpgroup, pending) -> None:
+    @w.inline(5, 5)
+    def call(ring, barriers, staging, y, pair_table, done, first, count, tile, warpgroup) -> None:
         _, num_pairs, width = ir.MemRefType(y.type).shape
         thread = arith.andi(w.thread(), w.i32(127))
         is_token = arith.cmpi(arith.CmpIPredicate.slt, thread, count)
@@ -385,9 +382,9 @@ def multiply_down(
         pitch = 2 * features + _PAD_BYTES
         base = w.at(w.pointer(staging), w.scaled(warpgroup, staging_bytes(features)), w.SHARED)
         warp_base = w.at(base, w.scaled(w.warp(), 32), w.SHARED)
-        wait_stores(warpgroup)
-        is_pending = arith.cmpi(arith.CmpIPredicate.sgt, pending, w.i32(0))
-        count_up(semaphores, arith.subi(pending, w.i32(1)), is_pending)
+        # The last unit's rows have been read.
+        mgpu.utils.inline_ptx("cp.async.bulk.wait_group.read 0;", has_side_effects=True)
+        sync_warpgroup(warpgroup)
         matrices = []
         for m, block in enumerate(sums):
             for j in range(sizes.num_tokens // 8):
@@ -397,7 +394,7 @@ def multiply_down(
         _store_transposed(matrices, warp_base, pitch)
         mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
         sync_warpgroup(warpgroup)
-        row = arith.addi(arith.muli(w.wide(place), w.i64(num_pairs)), w.wide(pair))
+        row = arith.addi(arith.muli(w.wide(tile), w.i64(num_pairs)), w.wide(pair))
         column = w.scaled(warpgroup, 2 * features)
         with mgpu.utils.when(is_token):
             mgpu.utils.inline_ptx(
@@ -409,4 +406,14 @@ def multiply_down(
             )
         mgpu.utils.inline_ptx("cp.async.bulk.commit_group;", has_side_effects=True)
 
-    call(ring, barriers, staging, y, pair_table, semaphores, *scalars)
+    call(ring, barriers, staging, y, pair_table, *scalars)
+
+
+def finish_stores() -> None:
+    """Waits for the stores that `multiply_down` started."""
+
+    @w.inline(0, 0)
+    def call() -> None:
+        mgpu.utils.inline_ptx("cp.async.bulk.wait_group 0;", has_side_effects=True)
+
+    call()

@@ -1,107 +1,76 @@
-"""Sums over a token's experts inside the down kernel: slices of 512 columns, while they are still in the second cache.
+"""Sums over a token's experts: the down product's rows by pair, weighted, in the order of pairs, in float32.
 
-Blocks go through the units of a slice, then through those of the next. A slice is complete once every unit's stores have been
-counted; then one warpgroup of each block adds up its share of the tokens, while the others go on. Slices lie in a ring of so
-few that it stays in the cache: a slice is written only after the one that was in its place has been added up::
-
-    units   | slice 0 ........ | slice 1 ........ | slice 2 ........ | slice 3 ........ |
-    sums                       | 0 ......... |    | 1 ......... |    | 2 ......... |    | 3 ......... |
-
-Bytes: every local pair's row twice through the cache, 235 MB each way for 16,384 pairs of 7,168 columns; tokens' rows once.
+Bytes: every local pair's row once, 235 MB for 16,384 pairs of 7,168 columns.
 """
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, llvm
+from jaxtyping import Array, BFloat16, Float, Int32
 
 from ddtree_jax.pallas import warps as w
-from ddtree_jax.pallas.int4_prefill_words import narrow, sync_warpgroup
+from ddtree_jax.pallas.int4_prefill_words import narrow
 
 _TOKENS_AT_ONCE = 2
+_WARPGROUPS = 8
 
 
-def _is_first_thread() -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.eq, arith.andi(w.thread(), w.i32(127)), w.i32(0))
+def sum_pairs(
+    y_MPc: BFloat16[Array, "M P c"],
+    expert_TX: Int32[Array, "T X"],
+    weight_TX: Float[Array, "T X"],
+    num_experts: int,
+    num_blocks: int,
+) -> BFloat16[Array, "T D"]:
+    """Rows of tokens from slices ``y_MPc`` of their pairs' rows; what pairs without an expert here hold is left out."""
+    num_slices, _, width = y_MPc.shape
+    T = expert_TX.shape[0]
+    workers = num_blocks * _WARPGROUPS // num_slices
+
+    def body(y, expert, weight, out) -> None:
+        worker = lax.axis_index("warpgroup") * num_blocks + lax.axis_index("block")
+
+        @pl.when(worker < workers * num_slices)
+        def _() -> None:
+            tile, first = lax.rem(worker, jnp.int32(num_slices)), worker // num_slices
+            _sum_slice(y, expert, weight, out, tile, first, num_experts=num_experts, num_workers=workers)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((T, num_slices * width), jnp.bfloat16),
+        grid=(num_blocks,),
+        grid_names=("block",),
+        num_threads=_WARPGROUPS,
+        thread_name="warpgroup",
+        kernel_name="int4_prefill_sum",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )(y_MPc, expert_TX, weight_TX)
 
 
-def _semaphore(ref: ir.Value, index: ir.Value) -> ir.Value:
-    return w.at(w.gmem(ref), w.wide(w.scaled(index, 4)), w.GLOBAL)
-
-
-def count_up(semaphores: ir.Value, index: ir.Value, is_counted: ir.Value) -> None:
-    """One thread, after `sync_warpgroup`: what the warpgroup wrote before can be seen by who awaits the count."""
-    with mgpu.utils.when(arith.andi(_is_first_thread(), is_counted)):
-        mgpu.utils.inline_ptx(
-            "red.release.gpu.global.add.u32 [$0], $1;", _semaphore(semaphores, index), w.i32(1), has_side_effects=True
-        )
-
-
-def finish_stores(semaphores: Any, pending: jax.Array, warpgroup: jax.Array) -> None:
-    """Waits for the warpgroup's bulk stores and counts slice ``pending - 1`` up, none if it is 0."""
-
-    @w.inline(1, 2)
-    def call(semaphores, pending, warpgroup) -> None:
-        wait_stores(warpgroup)
-        count_up(semaphores, arith.subi(pending, w.i32(1)), arith.cmpi(arith.CmpIPredicate.sgt, pending, w.i32(0)))
-
-    call(semaphores, pending, warpgroup)
-
-
-def wait_stores(warpgroup: ir.Value) -> None:
-    mgpu.utils.inline_ptx("cp.async.bulk.wait_group 0;", has_side_effects=True)
-    mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
-    sync_warpgroup(warpgroup)
-
-
-def await_count(semaphores: Any, index: jax.Array, count: jax.Array, warpgroup: jax.Array) -> None:
-    """A warpgroup waits until a semaphore has been counted up to ``count``."""
-
-    @w.inline(1, 3)
-    def call(semaphores, index, count, warpgroup) -> None:
-        with mgpu.utils.when(_is_first_thread()):
-            loop = scf.WhileOp([], [])
-            with ir.InsertionPoint(loop.before.blocks.append()):
-                seen = mgpu.utils.inline_ptx(
-                    "ld.acquire.gpu.global.b32 $0, [$1];",
-                    _semaphore(semaphores, index),
-                    result_types=w.i32(),
-                    has_side_effects=True,
-                )
-                scf.condition(arith.cmpi(arith.CmpIPredicate.slt, seen, count), [])
-            with ir.InsertionPoint(loop.after.blocks.append()):
-                scf.yield_([])
-        sync_warpgroup(warpgroup)
-
-    call(semaphores, index, count, warpgroup)
-
-
-def signal(semaphores: Any, index: jax.Array, warpgroup: jax.Array) -> None:
-    @w.inline(1, 2)
-    def call(semaphores, index, warpgroup) -> None:
-        sync_warpgroup(warpgroup)
-        count_up(semaphores, index, arith.constant(ir.IntegerType.get_signless(1), 1))
-
-    call(semaphores, index, warpgroup)
-
-
-def sum_slice(
+def _sum_slice(
     y: Any, expert: Any, weight: Any, out: Any, *scalars: jax.Array, num_experts: int, num_workers: int
 ) -> None:
     """Adds up the pairs of every ``num_workers``-th token, weighted, in their order, in float32, for 512 columns.
 
-    Scalars: slice, its place in the ring ``y`` [slices, pairs, 512], first token. Pairs without an expert here are left out.
+    Scalars: slice of ``y`` [slices, pairs, 512], first token. Pairs without an expert here are left out.
     """
 
-    @w.inline(4, 3)
-    def call(y, expert, weight, out, tile, place, first) -> None:
+    @w.inline(4, 2)
+    def call(y, expert, weight, out, tile, first) -> None:
         num_tokens, per_token = ir.MemRefType(expert.type).shape
         _, num_pairs, width = ir.MemRefType(y.type).shape
         out_width = ir.MemRefType(out.type).shape[1]
         column = w.scaled(arith.andi(w.thread(), w.i32(127)), 2 * width // 128)
-        slice_at = w.at(w.gmem(y), arith.muli(w.wide(place), w.i64(2 * width * num_pairs)), w.GLOBAL)
+        slice_at = w.at(w.gmem(y), arith.muli(w.wide(tile), w.i64(2 * width * num_pairs)), w.GLOBAL)
         slice_at = w.at(slice_at, w.wide(column), w.GLOBAL)
         out_at = w.at(w.gmem(out), w.wide(w.add(w.scaled(tile, 2 * width), column)), w.GLOBAL)
         step = num_workers * _TOKENS_AT_ONCE
@@ -140,9 +109,9 @@ def sum_slice(
 
 
 def _load_if(pointer: ir.Value, is_needed: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Two words that other multiprocessors wrote, or zeros."""
+    """Two words, or zeros."""
     return mgpu.utils.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.cg.v2.b32 {$0, $1}, [$2]; }",
+        "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }",
         pointer,
         arith.extui(w.i32(), is_needed),
         result_types=[w.i32(), w.i32()],
