@@ -83,7 +83,7 @@ def measure(tokens: list[int], runs: int) -> Iterator[dict[str, Any]]:
             yield measure_case(shard, experts, count, runs)
 
 
-FUZZ_SHAPES = ((65, 8, 384, 512, 256), (300, 3, 12, 1024, 512), (777, 2, 5, 512, 1024), (1500, 8, 48, 1536, 256))
+FUZZ_SHAPES = ((65, 8, 96, 512, 256), (300, 3, 12, 1024, 512), (777, 2, 5, 512, 1024), (1100, 8, 48, 512, 256))
 """T, X, E, D, F."""
 
 
