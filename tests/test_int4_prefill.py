@@ -34,7 +34,7 @@ def draw_routing(kind: str, T: int, X: int, E: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["random", "foreign", "one", "few", "none", "single"])
 @pytest.mark.parametrize("shape", [(7, 3, 5), (331, 8, 384), (300, 2, 3), (65, 1, 1)])
 def test_units_hold_every_local_pair_once(kind: str, shape: tuple[int, int, int]) -> None:
-    """Experts in order, an expert's pairs in the order of tokens, as few units as can be, of about equal size."""
+    """An expert's pairs in the order of tokens, as few units as can be, of about equal size, and large ones first."""
     T, X, E = shape
     expert_P = draw_routing(kind, *shape).reshape(-1)
     schedule = jax.tree.map(np.asarray, build_schedule(jnp.asarray(expert_P.reshape(T, X)), E))
@@ -42,13 +42,17 @@ def test_units_hold_every_local_pair_once(kind: str, shape: tuple[int, int, int]
     local = np.flatnonzero((expert_P >= 0) & (expert_P < E))
     expected = local[np.argsort(expert_P[local], kind="stable")]
     np.testing.assert_array_equal(schedule.pair_P[: len(local)], expected)
-    next_place, sizes = 0, {}
-    for expert, first, count in schedule.unit_U3[:num_units]:
-        assert first == next_place and 1 <= count <= MAX_TOKENS
+    units = schedule.unit_U3[:num_units]
+    sizes: dict[int, list[int]] = {}
+    for expert, first, count in units:
+        assert 1 <= count <= MAX_TOKENS
         assert (expert_P[schedule.pair_P[first : first + count]] == expert).all()
-        next_place += count
-        sizes.setdefault(expert, []).append(count)
-    assert next_place == len(local) and list(sizes) == sorted(sizes)
+        sizes.setdefault(int(expert), []).append(int(count))
+    ends = sorted((first, first + count) for _, first, count in units)
+    assert [first for first, _ in ends] == [0, *(end for _, end in ends)][: len(ends)]
+    assert not ends or ends[-1][1] == len(local)
+    largest = [max(counts) for counts in sizes.values()]
+    assert [-(-size // 8) for size in largest] == sorted((-(-size // 8) for size in largest), reverse=True)
     assert num_units <= max_units(T * X, E)
     for counts in sizes.values():
         assert len(counts) == -(-sum(counts) // MAX_TOKENS)

@@ -110,16 +110,22 @@ class _Product:
     def num_columns(self) -> int:
         return self.blocks.shape[2]
 
+    def _index(self, turn: Array) -> Array:
+        """Number of the block's unit of a turn: from left to right, then back, so that each gets large and small ones."""
+        block, num_blocks = lax.axis_index("block"), self.config.num_blocks
+        return turn * num_blocks + jnp.where(turn % 2 == 0, block, num_blocks - 1 - block)
+
     def _load(self, turn: Array) -> tuple[Array, ...]:
         """Expert, first place, number of tokens, tile of a turn's unit; of any unit behind the last."""
-        index = lax.axis_index("block") + turn * self.config.num_blocks
+        index = self._index(turn)
         unit = jnp.minimum(index // self.num_tiles, self.units.shape[0] - 1)
         return (*(self.units[unit, i] for i in range(3)), lax.rem(index, self.num_tiles))
 
     def _each_unit(self, function: Callable) -> None:
         """Calls ``function(stages used before, expert, first place, number of tokens, tile)``."""
         total = self.num_units * self.num_tiles
-        turns = (total - lax.axis_index("block") + self.config.num_blocks - 1) // self.config.num_blocks
+        whole = total // self.config.num_blocks
+        turns = whole + (self._index(whole) < total).astype(_INT)
 
         def step(turn: Array, entry: tuple) -> tuple:
             # Early: it comes from device memory.

@@ -1,7 +1,8 @@
 """Units of the prefill kernels: which places hold which pairs of which expert, and permuted token rows.
 
 A pair is one token at one of its experts, pair ``t * X + x``. Pairs that have an expert here are sorted by it, in the order
-of tokens; their place is their rank. A unit is an expert and up to 64 of its places.
+of tokens; their place is their rank. A unit is an expert and up to 64 of its places. Experts with larger units come first, so
+that blocks which take units in turn are busy equally long.
 
 One block sorts, the others permute token rows meanwhile. Each of 32 warps counts the experts of its share of pairs; sums over
 warps and experts make them first places; then the warps go through their pairs again::
@@ -47,7 +48,7 @@ def max_units(num_pairs: int, num_experts: int) -> int:
 
 
 def build_schedule(expert_TX: Int32[Array, "T X"], num_experts: int) -> Schedule:
-    """What `prepare` makes, in plain JAX: as few units as can be, an expert's of sizes that differ by 8 at most."""
+    """What `prepare` makes, in plain JAX: as few units as can be, an expert's of one size but for its last."""
     P = expert_TX.size
     expert_P = expert_TX.reshape(P)
     key_P = jnp.where((expert_P >= 0) & (expert_P < num_experts), expert_P, num_experts)
@@ -63,6 +64,7 @@ def build_schedule(expert_TX: Int32[Array, "T X"], num_experts: int) -> Schedule
     start_U = (unit_U - (end_E - units_E)[expert_U]) * size_E[expert_U]
     counted_U = jnp.clip(count_E[expert_U] - start_U, 0, size_E[expert_U])
     unit_U3 = jnp.stack([expert_U, first_E[expert_U] + start_U, counted_U], axis=1)
+    unit_U3 = unit_U3[jnp.argsort(jnp.where(unit_U < end_E[-1], -size_E[expert_U], 1), stable=True)]
     return Schedule(unit_U3, end_E[-1:], pair_P)
 
 
@@ -271,20 +273,38 @@ def _unit_size(count: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def _sum_experts(lane: ir.Value, totals: ir.Value, firsts: ir.Value, units_first: ir.Value, run: int) -> ir.Value:
-    """Writes every expert's first place and first unit, by one warp; returns the number of units up to the lane's ``run``."""
-    begin = w.scaled(lane, run)
-    counts = [llvm.load(w.i32(), _word(totals, arith.addi(begin, w.i32(i)))) for i in range(run)]
-    for values, to in ((counts, firsts), ([_unit_size(count)[1] for count in counts], units_first)):
-        own = w.add(*values)
-        total = own
-        for distance in (1, 2, 4, 8, 16):
-            other = nvvm.shfl_sync(w.i32(-1), total, w.i32(distance), w.i32(0), nvvm.ShflKind.up)
-            is_inside = arith.cmpi(arith.CmpIPredicate.sge, lane, w.i32(distance))
-            total = arith.addi(total, arith.select(is_inside, other, w.i32(0)))
-        first = arith.subi(total, own)
-        for i, value in enumerate(values):
-            llvm.store(first, _word(to, arith.addi(begin, w.i32(i))))
-            first = arith.addi(first, value)
+    """Writes every expert's first place and first unit, by one warp; returns the number of units, in the last lane."""
+    places = [arith.addi(w.scaled(lane, run), w.i32(i)) for i in range(run)]
+    counts = [llvm.load(w.i32(), _word(totals, place)) for place in places]
+    _sum_lanes(lane, counts, w.i32(0), lambda i, first: llvm.store(first, _word(firsts, places[i])))
+    sizes = [_unit_size(count) for count in counts]
+    total = w.i32(0)
+    for size in range(MAX_TOKENS, 0, -8):
+        is_size = [arith.cmpi(arith.CmpIPredicate.eq, own, w.i32(size)) for own, _ in sizes]
+        numbers = [arith.select(is_, number, w.i32(0)) for is_, (_, number) in zip(is_size, sizes, strict=True)]
+
+        def store(i: int, first: ir.Value, is_size: list = is_size) -> None:
+            with mgpu.utils.when(is_size[i]):
+                llvm.store(first, _word(units_first, places[i]))
+
+        total = _sum_lanes(lane, numbers, total, store)
+        total = nvvm.shfl_sync(w.i32(-1), total, w.i32(_LANES - 1), w.i32(_LANES - 1), nvvm.ShflKind.idx)
+    return total
+
+
+def _sum_lanes(lane: ir.Value, values: list, start: ir.Value, store: Any) -> ir.Value:
+    """Calls ``store(i, start + sum of all before value i of the lane)``; returns the same after the lane's last."""
+    own = w.add(*values)
+    total = own
+    for distance in (1, 2, 4, 8, 16):
+        other = nvvm.shfl_sync(w.i32(-1), total, w.i32(distance), w.i32(0), nvvm.ShflKind.up)
+        is_inside = arith.cmpi(arith.CmpIPredicate.sge, lane, w.i32(distance))
+        total = arith.addi(total, arith.select(is_inside, other, w.i32(0)))
+    total = arith.addi(total, start)
+    first = arith.subi(total, own)
+    for i, value in enumerate(values):
+        store(i, first)
+        first = arith.addi(first, value)
     return total
 
 
