@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import bench_int4_moe, bench_int4_prefill, bench_tree_mla
+from experiments import bench_int4_moe, bench_int4_prefill, bench_tree_mla, check_int4_moe
 from experiments.results_file import provenance, write_lines
 
 _KERNEL = flags.DEFINE_enum("kernel", None, ["int4_moe", "tree_mla"], "Which kernel.", required=True)
@@ -34,9 +34,7 @@ def measure() -> Iterator[dict[str, Any]]:
         yield from bench_tree_mla.run(_FORM.value, runs=_RUNS.value)
         return
     if _CHECK.value:
-        worst = bench_int4_moe.check_random(_CHECK.value)
-        is_repeatable = bench_int4_moe.check_repeats(nodes=16, times=100)
-        print(f"largest error {worst:.5f}; 100 runs bit-equal: {is_repeatable}", flush=True)
+        check_int4_moe.check(_CHECK.value)
         worst = bench_int4_prefill.check_random(_CHECK.value)
         is_repeatable = bench_int4_prefill.check_repeats(tokens=2048, times=100)
         print(f"prefill: largest error {worst:.5f}; 100 runs bit-equal: {is_repeatable}", flush=True)

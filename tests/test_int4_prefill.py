@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddtree_jax.pallas import int4_kernel, int4_moe, int4_prefill
+from ddtree_jax.pallas import int4_moe, int4_prefill, int4_spans
 from ddtree_jax.pallas.int4_blocks import BLOCK_WORDS, pack_down
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, pack_experts
 from ddtree_jax.pallas.int4_prefill_schedule import MAX_TOKENS, build_schedule, max_units, prepare
@@ -84,7 +84,7 @@ def block_shapes(E: int, D: int, F: int) -> ExpertBlocks:
     return jax.eval_shape(pack_experts, ExpertWeights(*map(jax.ShapeDtypeStruct, shapes, dtypes)))
 
 
-def lower(T: int, X: int, experts: ExpertBlocks, config: int4_kernel.Config) -> str:
+def lower(T: int, X: int, experts: ExpertBlocks, config: int4_spans.Config) -> str:
     D = experts.gate_up_EMKmw.shape[2] * 64
     shapes = zip([(T, D), (T, X), (T, X)], [jnp.bfloat16, jnp.int32, jnp.float32], strict=True)
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -95,34 +95,34 @@ def lower(T: int, X: int, experts: ExpertBlocks, config: int4_kernel.Config) -> 
 @pytest.mark.parametrize("shape", [(2048, 8, 384, 7168, 256), (4096, 8, 48, 7168, 2048), (65, 3, 4, 512, 256)])
 def test_many_tokens_go_through_the_prefill_kernels(shape: tuple[int, ...]) -> None:
     T, X, E, D, F = shape
-    text = lower(T, X, block_shapes(E, D, F), int4_kernel.HOPPER)
+    text = lower(T, X, block_shapes(E, D, F), int4_spans.HOPPER)
     assert [name for name in KERNELS if name not in text] == []
 
 
 def test_more_tokens_than_a_turn_takes_go_in_turns() -> None:
     experts = block_shapes(4, 512, 256)
-    assert "stablehlo.while" in lower(int4_prefill.MAX_TOKENS + 1, 2, experts, int4_kernel.HOPPER)
-    assert "stablehlo.while" not in lower(int4_prefill.MAX_TOKENS, 2, experts, int4_kernel.HOPPER)
+    assert "stablehlo.while" in lower(int4_prefill.MAX_TOKENS + 1, 2, experts, int4_spans.HOPPER)
+    assert "stablehlo.while" not in lower(int4_prefill.MAX_TOKENS, 2, experts, int4_spans.HOPPER)
 
 
-@pytest.mark.parametrize("config", [int4_kernel.SMALL, int4_kernel.AMPERE])
-def test_other_devices_keep_to_the_decode_kernel(config: int4_kernel.Config) -> None:
+@pytest.mark.parametrize("config", [int4_spans.SMALL, int4_spans.AMPERE])
+def test_other_devices_keep_to_the_decode_kernel(config: int4_spans.Config) -> None:
     config = dataclasses.replace(config, step_columns=64)
     assert "int4_prefill" not in lower(65, 2, block_shapes(4, 512, 256), config)
 
 
 def test_few_tokens_keep_to_the_decode_kernel() -> None:
-    assert "int4_prefill" not in lower(64, 2, block_shapes(4, 512, 256), int4_kernel.HOPPER)
+    assert "int4_prefill" not in lower(64, 2, block_shapes(4, 512, 256), int4_spans.HOPPER)
 
 
 def test_input_that_the_kernels_do_not_take_is_named() -> None:
-    def choose(experts: ExpertBlocks, shared_bytes: int = int4_kernel.HOPPER.shared_bytes) -> None:
+    def choose(experts: ExpertBlocks, shared_bytes: int = int4_spans.HOPPER.shared_bytes) -> None:
         jax.eval_shape(lambda *blocks: int4_prefill.choose_config(*blocks, 132, shared_bytes) and None, *experts)
 
     experts = block_shapes(4, 512, 256)
     choose(experts)
     with pytest.raises(NotImplementedError, match="94000 bytes"):
-        choose(experts, int4_kernel.SMALL.shared_bytes)
+        choose(experts, int4_spans.SMALL.shared_bytes)
     with pytest.raises(NotImplementedError, match="groups of 2 blocks"):
         choose(block_shapes(4, 128, 256))
     with pytest.raises(NotImplementedError, match="256 columns, not gate and up's 512 features"):

@@ -50,7 +50,7 @@ class Config:
     """
 
     num_blocks: int = 132
-    token_counts: tuple[int, ...] = (16, 32, 48, 64)
+    token_counts: tuple[int, ...] = (16, 32, 40, 48, 56, 64)
     shared_bytes: int = 231_000
     operands: int = 2
     unroll: int = 2

@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS, WEIGHT_WORDS
 from ddtree_jax.pallas.int4_prefill_words import narrow, sync_warpgroup
-from ddtree_jax.pallas.int4_steps import _scale, _sigmoid, _spread
+from ddtree_jax.pallas.int4_steps import _scale, _sigmoid
 
 TILE_BLOCKS = 8
 TILE_ROWS = TILE_BLOCKS * BLOCK_ROWS
@@ -188,9 +188,8 @@ def _start_products(
 def _dequantize(words: Sequence[ir.Value], scales: Sequence[ir.Value]) -> Iterator[list[ir.Value]]:
     """The four register operands, of 16 columns each, that a thread's part of a block stands for."""
     for q in range(2):
-        by = _spread(scales[q])
-        for j in range(2):
-            yield [_scale(_unpack_pair(words[2 * q + h], i), by[h]) for i in (2 * j, 2 * j + 1) for h in range(2)]
+        for pairs in ((0, 1), (2, 3)):
+            yield [_scale(_unpack_pair(words[2 * q + h], i), scales[q], h) for i in pairs for h in range(2)]
 
 
 def _unpack_pair(word: ir.Value, i: int) -> ir.Value:
