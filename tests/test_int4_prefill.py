@@ -116,8 +116,13 @@ def test_few_tokens_keep_to_the_decode_kernel() -> None:
 
 
 def test_input_that_the_kernels_do_not_take_is_named() -> None:
-    def choose(experts: ExpertBlocks, shared_bytes: int = int4_spans.HOPPER.shared_bytes) -> None:
-        jax.eval_shape(lambda *blocks: int4_prefill.choose_config(*blocks, 132, shared_bytes) and None, *experts)
+    def choose(
+        experts: ExpertBlocks, shared_bytes: int = int4_spans.HOPPER.shared_bytes, shape: tuple[int, int] = (4096, 8)
+    ) -> None:
+        def call(*arrays: jax.Array) -> None:
+            assert int4_prefill.choose_config(*arrays, 132, shared_bytes).num_blocks == 132
+
+        jax.eval_shape(call, jax.ShapeDtypeStruct(shape, jnp.int32), *experts)
 
     experts = block_shapes(4, 512, 256)
     choose(experts)
@@ -127,8 +132,8 @@ def test_input_that_the_kernels_do_not_take_is_named() -> None:
         choose(block_shapes(4, 128, 256))
     with pytest.raises(NotImplementedError, match="256 columns, not gate and up's 512 features"):
         choose(ExpertBlocks(jax.ShapeDtypeStruct((4, 2, 8, 8, BLOCK_WORDS), jnp.int32), experts.down_EMKmw))
-    with pytest.raises(NotImplementedError, match="1537 experts"):
-        choose(block_shapes(1537, 512, 256))
+    with pytest.raises(NotImplementedError, match="4096 tokens of 16 among 4 experts takes 266624 bytes"):
+        choose(experts, shape=(4096, 16))
 
 
 def test_preparation_lowers_for_cuda() -> None:

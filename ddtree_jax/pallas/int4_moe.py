@@ -121,7 +121,7 @@ def int4_moe_gpu(
     columns = experts.gate_up_EMKmw.shape[2] * BLOCK_COLUMNS
     x_TD = jnp.pad(x_TD, ((0, 0), (0, columns - D)))
 
-    size, kernel = _choose_form(T, experts, config)
+    size, kernel = _choose_form(expert_TX, experts, config)
     if size >= T:
         return kernel(x_TD, expert_TX, weight_TX)[:, :D]
     turns = -(-T // size)
@@ -132,7 +132,9 @@ def int4_moe_gpu(
     return y_TD.reshape(turns * size, columns)[:T, :D]
 
 
-def _choose_form(T: int, experts: ExpertBlocks, config: int4_spans.Config) -> tuple[int, Callable]:
+def _choose_form(
+    expert_TX: Int32[Array, "T X"], experts: ExpertBlocks, config: int4_spans.Config
+) -> tuple[int, Callable]:
     """The most tokens of a turn, and the kernel that takes them: decode's for few, or where prefill's does not fit."""
 
     def decode(x_TD: Array, expert_TX: Array, weight_TX: Array) -> Array:
@@ -141,10 +143,10 @@ def _choose_form(T: int, experts: ExpertBlocks, config: int4_spans.Config) -> tu
     def prefill(x_TD: Array, expert_TX: Array, weight_TX: Array) -> Array:
         return int4_prefill.int4_moe_prefill(x_TD, expert_TX, weight_TX, *experts, prefill_config)
 
-    if T <= MAX_TOKENS:
+    if expert_TX.shape[0] <= MAX_TOKENS:
         return MAX_TOKENS, decode
     try:
-        prefill_config = int4_prefill.choose_config(*experts, config.num_blocks, config.shared_bytes)
+        prefill_config = int4_prefill.choose_config(expert_TX, *experts, config.num_blocks, config.shared_bytes)
     except NotImplementedError:
         return MAX_TOKENS, decode
     return int4_prefill.MAX_TOKENS, prefill

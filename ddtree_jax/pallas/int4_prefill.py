@@ -27,12 +27,10 @@ from jaxtyping import Array, BFloat16, Float, Int32
 from ddtree_jax.pallas import int4_prefill_steps as steps
 from ddtree_jax.pallas import warps
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS
-from ddtree_jax.pallas.int4_prefill_schedule import Schedule, prepare
+from ddtree_jax.pallas.int4_prefill_schedule import Schedule, prepare, scratch_bytes
 from ddtree_jax.pallas.int4_prefill_sum import sum_pairs
 
 MAX_TOKENS = 4096
-MAX_EXPERTS = 1536
-"""Whose counts, one of each warp, shared memory has room for."""
 HOPPER_SHARED_BYTES = 200_000
 _INT = jnp.int32
 _WARPS = 4
@@ -65,6 +63,7 @@ class Config:
 
 
 def choose_config(
+    expert_TX: Int32[Array, "T X"],
     gate_up_EMKmw: Int32[Array, "E M K m w"],
     down_EMKmw: Int32[Array, "E n k r w"],
     num_blocks: int,
@@ -85,8 +84,10 @@ def choose_config(
     columns = down_EMKmw.shape[2] * BLOCK_COLUMNS
     if features != columns:
         raise NotImplementedError(f"down takes {columns} columns, not gate and up's {features} features")
-    if gate_up_EMKmw.shape[0] > MAX_EXPERTS:
-        raise NotImplementedError(f"{gate_up_EMKmw.shape[0]} experts; {MAX_EXPERTS} are the most")
+    (T, X), E = expert_TX.shape, gate_up_EMKmw.shape[0]
+    scratch = scratch_bytes(min(T, MAX_TOKENS) * X, E)
+    if scratch > config.shared_bytes:
+        raise NotImplementedError(f"sorting {T} tokens of {X} among {E} experts takes {scratch} bytes of shared memory")
     return config
 
 

@@ -47,6 +47,15 @@ def max_units(num_pairs: int, num_experts: int) -> int:
     return min(num_experts, num_pairs) + num_pairs // MAX_TOKENS
 
 
+def scratch_bytes(num_pairs: int, num_experts: int) -> int:
+    """Of shared memory that `prepare` takes."""
+    return 4 * (num_pairs + (_WARPS + 3) * _whole_lanes(num_experts))
+
+
+def _whole_lanes(size: int) -> int:
+    return _LANES * -(-size // _LANES)
+
+
 def build_schedule(expert_TX: Int32[Array, "T X"], num_experts: int) -> Schedule:
     """What `prepare` makes, in plain JAX: as few units as can be, an expert's of one size but for its last."""
     P = expert_TX.size
@@ -77,7 +86,7 @@ def prepare(
 ) -> tuple[Schedule, BFloat16[Array, "T D"]]:
     """The schedule of a routing, and token rows with permuted columns."""
     P = expert_TX.size
-    experts = _LANES * -(-num_experts // _LANES)
+    experts = _whole_lanes(num_experts)
 
     def body(x, expert, unit, num_units, pair, permuted, *scratch) -> None:
         block = lax.axis_index("block")
@@ -153,7 +162,7 @@ def _sort(
 ) -> None:
     """Fills the schedule. ``count_s``: a row a warp, number of pairs; ``first_s``: first places, first units."""
     turns = -(-num_pairs // _THREADS)
-    experts = _LANES * -(-num_experts // _LANES)
+    experts = _whole_lanes(num_experts)
 
     @w.inline(8, 0)
     def call(expert, unit, num_units, pair, count_s, total_s, first_s, pair_s) -> None:
