@@ -2,7 +2,7 @@
 
 ::
 
-    python -m experiments.bench_kernels --kernel int4_moe [--nodes 1,8,16,32,64] [--check 1000]
+    python -m experiments.bench_kernels --kernel int4_moe [--nodes 1,8,16,32,64] [--tokens 256,2048] [--check 1000]
     python -m experiments.bench_kernels --kernel tree_mla [--form hopper]
 
 Prints a line a case and replaces ``results/KERNEL.jsonl``.
@@ -15,11 +15,12 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import bench_int4_moe, bench_tree_mla, check_int4_moe
+from experiments import bench_int4_moe, bench_int4_prefill, bench_tree_mla, check_int4_moe
 from experiments.results_file import provenance, write_lines
 
 _KERNEL = flags.DEFINE_enum("kernel", None, ["int4_moe", "tree_mla"], "Which kernel.", required=True)
-_NODES = flags.DEFINE_list("nodes", ["1", "8", "16", "32", "64"], "int4_moe: tokens in a call.")
+_NODES = flags.DEFINE_list("nodes", ["1", "8", "16", "32", "64"], "int4_moe: tokens in a call of decoding.")
+_TOKENS = flags.DEFINE_list("tokens", ["256", "1024", "2048", "4096"], "int4_moe: tokens in a call of prefill.")
 _REFERENCE_NODES = flags.DEFINE_list(
     "reference_nodes", ["16"], "int4_moe: of these the plain-JAX form is timed as well."
 )
@@ -34,8 +35,12 @@ def measure() -> Iterator[dict[str, Any]]:
         return
     if _CHECK.value:
         check_int4_moe.check(_CHECK.value)
+        worst = bench_int4_prefill.check_random(_CHECK.value)
+        is_repeatable = bench_int4_prefill.check_repeats(tokens=2048, times=100)
+        print(f"prefill: largest error {worst:.5f}; 100 runs bit-equal: {is_repeatable}", flush=True)
     nodes, reference_nodes = (list(map(int, flag.value)) for flag in (_NODES, _REFERENCE_NODES))
     yield from bench_int4_moe.measure(nodes, _RUNS.value, reference_nodes)
+    yield from bench_int4_prefill.measure(list(map(int, _TOKENS.value)), _RUNS.value)
 
 
 def main(arguments: list[str]) -> None:
