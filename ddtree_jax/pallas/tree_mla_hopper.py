@@ -28,15 +28,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
 from ddtree_jax.pallas import tree_mla_split as split
+from ddtree_jax.pallas import warps as w
 
 _TILE = 64
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 _PARTS = 2  # Buffers of half a tile's latents.
+# Halves and parts of both tiles' latents, in the order in which the last pair's buffers become free.
+_ORDER = (((0, 0), (0, 1), (1, 0), (1, 1)), ((1, 0), (0, 0), (1, 1), (0, 1)))
+_SLACK = 8.0  # Binary orders of magnitude.
 _COPIES = 8  # Of a row's logarithm: a sector of 32 bytes.
 
 
@@ -88,6 +94,28 @@ def _spread(row, shape):
     return lax.broadcast_in_dim(row, shape, [0])
 
 
+def _zeros(shape, layout):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def _any_in_warp(moved):
+    """Whether it is true of any of the warp's rows."""
+
+    @w.inline(0, 0, (_ROW,), plgpu.ShapeDtypeStruct((), jnp.int32, layout=w.SCALAR))
+    def call(moved):
+        flags = [arith.extui(w.i32(), *w.elements(register, 1)) for register in moved.registers.flat]
+        seen = mgpu.utils.inline_ptx(
+            "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }",
+            functools.reduce(arith.ori, flags),
+            result_types=w.i32(),
+            has_side_effects=True,
+            convergent=True,
+        )
+        return mgpu.FragmentedArray.splat(seen, (), is_signed=True)
+
+    return call(moved) != 0
+
+
 def _attend_splits(
     query_BnW: Array,
     cache_BSW: Array,
@@ -112,10 +140,13 @@ def _attend_splits(
     def columns(h, a):
         return pl.ds(h * half + a * part, part)
 
+    def buffer(t, h, a):
+        return 2 * _PARTS * t + _PARTS * h + a
+
     def body(
         query_g, cache_g, tree_g, length_g, words_g, out_g, lse_g,
         query_s, query_rotary_s, latent_s, rotary_s, top_s, sum_s, lse_s,
-        query_bar, latent_bar, latent_free, rotary_bar, rotary_free, scored_bar, weights_bar, done_bar,
+        query_bar, latent_bar, latent_free, rotary_bar, rotary_free, weights_bar, done_bar,
     ):  # fmt: skip
         b, row_tile, s, warpgroup = (lax.axis_index(name) for name in ("batch", "row_tile", "split", "warpgroup"))
         at_rows, all_rows = pl.ds(row_tile * _TILE, rows_a_tile), pl.ds(row_tile * _TILE, _TILE)
@@ -160,166 +191,197 @@ def _attend_splits(
 
             @pl.loop(0, pairs)
             def _(i):
-                # In the order in which the last pair's buffers become free.
-                def fetch_latent(t, h, a):
-                    number = 2 * _PARTS * t + _PARTS * h + a
-                    fetch(i, t, columns(h, a), latent_s.at[t, h, a], latent_bar.at[number], latent_free.at[number])
-
-                for a in range(_PARTS):
-                    for t in range(2):
-                        fetch_latent(t, t, a)
-                for t in range(2):
+                for t, order in enumerate(_ORDER):
+                    for h, a in order:
+                        number = buffer(t, h, a)
+                        fetch(i, t, columns(h, a), latent_s.at[t, h, a], latent_bar.at[number], latent_free.at[number])
                     fetch(i, t, pl.ds(num_latent, rotary), rotary_s.at[t], rotary_bar.at[t], rotary_free.at[t])
-                for a in range(_PARTS):
-                    for t in range(2):
-                        fetch_latent(t, 1 - t, a)
 
-        @pl.when((warpgroup < 2) & (count > 0))
-        def _():
-            plgpu.set_max_registers(config.compute_registers, action="increase")
+        def is_ragged(tile):
+            return (tile >= prefix_tiles) | (length - tile * _TILE < _TILE)
+
+        def load_words(tree_tile):
+            at_words = (words_g.at[b, 2 * tree_tile + i, all_rows] for i in range(2))
+            return [plgpu.load(ref, layout=_ROW, optimized=False) for ref in at_words]
+
+        def mask(x, tile, early_words):
             column = plgpu.broadcasted_iota(jnp.int32, (_TILE, _TILE), 1, layout=_WGMMA)
 
-            def load_words(tree_tile):
-                at_words = (words_g.at[b, 2 * tree_tile + w, all_rows] for w in range(2))
-                return [plgpu.load(ref, layout=_ROW, optimized=False) for ref in at_words]
+            def tree(x):
+                words = early_words or load_words(tile - prefix_tiles)
+                word = jnp.where(column < split.WORD, *(_spread(word, x.shape) for word in words))
+                bit = lax.shift_right_logical(word, column & (split.WORD - 1)) & 1
+                return jnp.where(bit != 0, x, -jnp.inf)
 
+            def tail(x):
+                return jnp.where(column < length - tile * _TILE, x, -jnp.inf)
+
+            def ragged(x):
+                return lax.cond(tile >= prefix_tiles, tree, tail, x)
+
+            return lax.cond(is_ragged(tile), ragged, lambda x: x, x)
+
+        def make_finite(tile, t, h):
+            @pl.when(is_ragged(tile))
+            def _():
+                @pl.loop(0, half // 64)
+                def _(c):
+                    a, offset = lax.div(c, jnp.int32(part // 64)), lax.rem(c, jnp.int32(part // 64)) * 64
+                    ref = latent_s.at[t, h, a, :, pl.ds(offset, 64)]
+                    value = plgpu.load(ref, layout=_WGMMA)
+                    is_finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
+                    ref[...] = jnp.where(is_finite, value, jnp.bfloat16(0))
+
+                plgpu.commit_smem()
+
+        def score(t):
+            """Scores of tile t; its parts are taken as they arrive."""
+
+            def multiply(ref):
+                for h, a in _ORDER[t]:
+                    plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
+                    plgpu.wgmma(ref, query_s.at[h, a], latent_s.at[t, h, a].transpose((1, 0)))
+                plgpu.barrier_wait(rotary_bar.at[t])
+                plgpu.wgmma(ref, query_rotary_s, rotary_s.at[t].transpose((1, 0)))
+                return ref[...]
+
+            return pl.run_scoped(multiply, plgpu.ACC((_TILE, _TILE), jnp.float32))
+
+        def weigh(x, top, t):
+            """Weights of tile t by a reference that moves only if a maximum is far above it; both go to the peer as well."""
+            highest = x.max(axis=1) * factor
+            new_top = jnp.where(highest > top + _SLACK, highest, top)
+            weights = jnp.exp2(x * factor - _spread(new_top, x.shape))
+            rounded = weights.astype(jnp.bfloat16)
+            rotary_s[t] = rounded
+            top_s[t] = new_top
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(weights_bar.at[t])
+            return rounded, new_top, weights.sum(axis=1)
+
+        def receive(tile, t, h):
+            """Waits for the peer's weights of tile t; returns their reference."""
+            for a in range(_PARTS):
+                plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
+            plgpu.barrier_wait(weights_bar.at[t])
+            make_finite(tile, t, h)
+            return plgpu.load(top_s.at[t], layout=_ROW)
+
+        def rescale(acc, total_weight, top, new_top):
+            def multiply(acc, total_weight):
+                alpha = jnp.exp2(top - new_top)
+                return [x * _spread(alpha, x.shape) for x in acc], total_weight * alpha
+
+            has_moved = _any_in_warp(top != new_top) if interpret is None else jnp.any(top != new_top)
+            return lax.cond(has_moved, multiply, lambda *same: same, acc, total_weight)
+
+        def add_values(acc, t, h, own_weights=None, meanwhile=lambda: [], results=()):
+            """Adds the weighted values, the peer's unless own weights are given; a buffer is free once multiplied."""
+
+            def add(multiply, wait):
+                weights = rotary_s.at[t] if own_weights is None else own_weights
+                for a in range(_PARTS):
+                    multiply(a, weights)
+                results = meanwhile()
+                for a in range(_PARTS):
+                    wait(_PARTS - 1 - a)
+                    plgpu.barrier_arrive(latent_free.at[buffer(t, h, a)])
+                return results
+
+            if interpret is not None:
+                acc = list(acc)
+
+                def multiply(a, weights):
+                    acc[a] += jnp.dot(weights[...], latent_s[t, h, a], preferred_element_type=jnp.float32)
+
+                return acc, add(multiply, lambda n: None)
+
+            def run(refs):
+                acc_refs, result_refs = refs
+                values = add(lambda a, weights: plgpu.wgmma(acc_refs[a], weights, latent_s.at[t, h, a]), plgpu.wgmma_wait)
+                for ref, value in zip(result_refs, values, strict=True):
+                    ref[...] = value
+
+            return pl.run_state(run)(([plgpu.ACC.init(x) for x in acc], list(results)))
+
+        def add_pair_left(i, carry, early_words):
+            acc, top, total_weight = carry
+            tile = first + 2 * i
+            x = mask(score(0), tile, early_words)
+            rounded, new_top, sums = weigh(x, top, 0)
+            make_finite(tile, 0, 0)
+            acc, total_weight = rescale(acc, total_weight, top, new_top)
+            acc, _ = add_values(acc, 0, 0, rounded)
+
+            def add_peer(acc, top, total_weight):
+                new_top = receive(tile + 1, 1, 0)
+                acc, total_weight = rescale(acc, total_weight, top, new_top)
+                acc, _ = add_values(acc, 1, 0)
+                plgpu.barrier_arrive(rotary_free.at[1])
+                return acc, new_top, total_weight
+
+            carry = acc, new_top, total_weight + sums
+            return lax.cond(2 * i + 1 < count, add_peer, lambda *same: same, *carry)
+
+        def add_pair_right(i, carry, early_words):
+            tile = first + 2 * i + 1
+
+            def add_peer(acc, top, total_weight, *meanwhile):
+                new_top = receive(tile - 1, 0, 1)
+                acc, total_weight = rescale(acc, total_weight, top, new_top)
+                acc, results = add_values(acc, 0, 1, None, *meanwhile)
+                plgpu.barrier_arrive(rotary_free.at[0])
+                return acc, new_top, total_weight, results
+
+            def add_both(acc, top, total_weight):
+                x = mask(score(1), tile, early_words)
+
+                def weigh_own():
+                    return weigh(x, plgpu.load(top_s.at[0], layout=_ROW), 1)
+
+                row = _zeros((_TILE,), _ROW)
+                empty = [_zeros((_TILE, _TILE), _WGMMA).astype(jnp.bfloat16), row, row]
+                acc, top, total_weight, results = add_peer(acc, top, total_weight, weigh_own, empty)
+                rounded, new_top, sums = results
+                make_finite(tile, 1, 1)
+                acc, total_weight = rescale(acc, total_weight, top, new_top)
+                acc, _ = add_values(acc, 1, 1, rounded)
+                return acc, new_top, total_weight + sums
+
+            def add_left(*carry):
+                return add_peer(*carry)[:3]
+
+            return lax.cond(2 * i + 1 < count, add_both, add_left, *carry)
+
+        def compute(add_pair, h):
+            plgpu.set_max_registers(config.compute_registers, action="increase")
             # Early, since they come from device memory. Prefill has too many to keep.
             early_words = load_words(0) if tree_tiles == 1 else None
             plgpu.barrier_wait(query_bar)
+            row = _zeros((_TILE,), _ROW)
+            carry = [_zeros((_TILE, part), _WGMMA) for _ in range(_PARTS)], row + split.LOWEST, row
+            add_pair = functools.partial(add_pair, early_words=early_words)
+            acc, top, total_weight = lax.fori_loop(0, pairs, add_pair, carry)
 
-            def is_ragged(tile):
-                return (tile >= prefix_tiles) | (length - tile * _TILE < _TILE)
-
-            def mask(x, tile):
-                def tree(x):
-                    words = early_words or load_words(tile - prefix_tiles)
-                    word = jnp.where(column < split.WORD, *(_spread(w, x.shape) for w in words))
-                    bit = lax.shift_right_logical(word, column & (split.WORD - 1)) & 1
-                    return jnp.where(bit != 0, x, -jnp.inf)
-
-                def tail(x):
-                    return jnp.where(column < length - tile * _TILE, x, -jnp.inf)
-
-                def ragged(x):
-                    return lax.cond(tile >= prefix_tiles, tree, tail, x)
-
-                return lax.cond(is_ragged(tile), ragged, lambda x: x, x)
-
-            def make_finite(tile, t, h):
-                @pl.when(is_ragged(tile))
-                def _():
-                    @pl.loop(0, half // 64)
-                    def _(c):
-                        a, offset = lax.div(c, jnp.int32(part // 64)), lax.rem(c, jnp.int32(part // 64)) * 64
-                        ref = latent_s.at[t, h, a, :, pl.ds(offset, 64)]
-                        value = plgpu.load(ref, layout=_WGMMA)
-                        is_finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
-                        ref[...] = jnp.where(is_finite, value, jnp.bfloat16(0))
-
-                    plgpu.commit_smem()
-
-            def add_values(acc, alpha, weights, t, h):
-                """Adds the weighted values; a buffer is free as soon as it has been multiplied."""
-                acc = [x * _spread(alpha, x.shape) for x in acc]
-                free = [latent_free.at[2 * _PARTS * t + _PARTS * h + a] for a in range(_PARTS)]
-                if interpret is not None:
-                    for a, bar in enumerate(free):
-                        acc[a] += jnp.dot(weights, latent_s[t, h, a], preferred_element_type=jnp.float32)
-                        plgpu.barrier_arrive(bar)
-                    return acc
-
-                def multiply(refs):
-                    for a, ref in enumerate(refs):
-                        plgpu.wgmma(ref, weights, latent_s.at[t, h, a])
-                    for a, bar in enumerate(free):
-                        plgpu.wgmma_wait(_PARTS - 1 - a)
-                        plgpu.barrier_arrive(bar)
-
-                return pl.run_state(multiply)([plgpu.ACC.init(x) for x in acc])
-
-            def add_own(carry, tile, own, peer):
-                acc, top, total_weight = carry
-
-                def score(ref):
-                    def score_half(h):
-                        for a in range(_PARTS):
-                            plgpu.barrier_wait(latent_bar.at[2 * _PARTS * own + _PARTS * h + a])
-                            plgpu.wgmma(ref, query_s.at[h, a], latent_s.at[own, h, a].transpose((1, 0)))
-
-                    score_half(own)
-                    plgpu.barrier_wait(rotary_bar.at[own])
-                    plgpu.wgmma(ref, query_rotary_s, rotary_s.at[own].transpose((1, 0)))
-                    score_half(peer)
-                    return ref[...]
-
-                x = pl.run_scoped(score, plgpu.ACC((_TILE, _TILE), jnp.float32))
-                plgpu.barrier_arrive(scored_bar.at[own])
-                x = mask(x, tile)
-                new_top = jnp.maximum(top, x.max(axis=1) * factor)
-                weights = jnp.exp2(x * factor - _spread(new_top, x.shape))
-                rounded = weights.astype(jnp.bfloat16)
-                rotary_s[own] = rounded
-                top_s[own] = new_top
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(weights_bar.at[own])
-                make_finite(tile, own, own)
-                alpha = jnp.exp2(top - new_top)
-                total_weight = total_weight * alpha + weights.sum(axis=1)
-                return add_values(acc, alpha, rounded, own, own), new_top, total_weight
-
-            def add_peer(carry, tile, own, peer):
-                acc, top, total_weight = carry
-                for a in range(_PARTS):
-                    plgpu.barrier_wait(latent_bar.at[2 * _PARTS * peer + _PARTS * own + a])
-                plgpu.barrier_wait(scored_bar.at[peer])
-                make_finite(tile, peer, own)
-                plgpu.barrier_wait(weights_bar.at[peer])
-                weights = plgpu.load(rotary_s.at[peer], layout=_WGMMA)
-                peer_top = plgpu.load(top_s.at[peer], layout=_ROW)
-                plgpu.barrier_arrive(rotary_free.at[peer])
-                new_top = jnp.maximum(top, peer_top)
-                alpha = jnp.exp2(top - new_top)
-                rescaled = weights.astype(jnp.float32) * _spread(jnp.exp2(peer_top - new_top), weights.shape)
-                acc = add_values(acc, alpha, rescaled.astype(jnp.bfloat16), peer, own)
-                return acc, new_top, total_weight * alpha
-
-            def add_pair(i, carry):
-                # Always the warpgroup's number, but ptxas must not know: it would compute all operand descriptors
-                # before the loop and spill more than a hundred registers for them.
-                own = warpgroup ^ (i & lax.shift_right_logical(length, jnp.int32(31)))
-                peer = 1 - own
-                for add, t in ((add_own, own), (add_peer, peer)):
-                    step = functools.partial(add, tile=first + 2 * i + t, own=own, peer=peer)
-                    carry = lax.cond(2 * i + t < count, step, lambda carry: carry, carry)
-                return carry
-
-            zeros = plgpu.layout_cast(jnp.zeros((_TILE,), jnp.float32), _ROW)
-            acc = [plgpu.layout_cast(jnp.zeros((_TILE, part), jnp.float32), _WGMMA) for _ in range(_PARTS)]
-            acc, top, total_weight = lax.fori_loop(0, pairs, add_pair, (acc, zeros + split.LOWEST, zeros))
-
-            sum_s[warpgroup] = total_weight
+            sum_s[h] = total_weight
             plgpu.barrier_arrive(done_bar)
             plgpu.barrier_wait(done_bar)
-            total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - warpgroup], layout=_ROW), 1e-30)
+            total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - h], layout=_ROW), 1e-30)
             for a in range(_PARTS):
-                query_s[warpgroup, a] = (acc[a] * _spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
-
-            @pl.when(warpgroup == 0)
-            def _():
+                query_s[h, a] = (acc[a] * _spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
+            if h == 0:
                 lse = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
                 lse_s[...] = _spread(lse, lse_s.shape)
-
             plgpu.commit_smem()
             for a in range(_PARTS):
-                plgpu.copy_smem_to_gmem(
-                    query_s.at[warpgroup, a, pl.ds(0, rows_a_tile)], out_g.at[b, at_rows, s, columns(warpgroup, a)]
-                )
-
-            @pl.when(warpgroup == 0)
-            def _():
+                filled = query_s.at[h, a, pl.ds(0, rows_a_tile)]
+                plgpu.copy_smem_to_gmem(filled, out_g.at[b, at_rows, s, columns(h, a)])
+            if h == 0:
                 plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(0, rows_a_tile)], lse_g.at[b, at_rows, s])
-
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.when((warpgroup == 0) & (count > 0))(lambda: compute(add_pair_left, 0))
+        pl.when((warpgroup == 1) & (count > 0))(lambda: compute(add_pair_right, 1))
 
     kernel = plgpu.kernel(
         body,
@@ -344,7 +406,7 @@ def _attend_splits(
             plgpu.Barrier(num_arrivals=2 * _PARTS + 1),
             plgpu.Barrier(num_barriers=4 * _PARTS),
             plgpu.Barrier(num_barriers=4 * _PARTS),
-            *(plgpu.Barrier(num_barriers=2) for _ in range(4)),
+            *(plgpu.Barrier(num_barriers=2) for _ in range(3)),
             plgpu.Barrier(num_arrivals=2),
         ],
         interpret=interpret,
