@@ -3,7 +3,7 @@
 ::
 
     python -m experiments.bench_kernels --kernel int4_moe [--nodes 1,8,16,32,64] [--check 1000]
-    python -m experiments.bench_kernels --kernel tree_mla [--form hopper]
+    python -m experiments.bench_kernels --kernel tree_mla [--form hopper] [--check 1000]
 
 Prints a line a case and replaces ``results/KERNEL.jsonl``.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import bench_int4_moe, bench_tree_mla
+from experiments import bench_int4_moe, bench_tree_mla, check_tree_mla
 from experiments.results_file import provenance, write_lines
 
 _KERNEL = flags.DEFINE_enum("kernel", None, ["int4_moe", "tree_mla"], "Which kernel.", required=True)
@@ -25,11 +25,13 @@ _REFERENCE_NODES = flags.DEFINE_list(
 )
 _FORM = flags.DEFINE_enum("form", "hopper", list(bench_tree_mla.FORMS), "tree_mla: which form.")
 _RUNS = flags.DEFINE_integer("runs", 32, "Timed calls a case; their median counts.")
-_CHECK = flags.DEFINE_integer("check", 0, "int4_moe: random routings to compare with float64 first.")
+_CHECK = flags.DEFINE_integer("check", 0, "Random routings or trees to compare with float64 first.")
 
 
 def measure() -> Iterator[dict[str, Any]]:
     if _KERNEL.value == "tree_mla":
+        if _CHECK.value:
+            check_tree_mla.check(_CHECK.value)
         yield from bench_tree_mla.run(_FORM.value, runs=_RUNS.value)
         return
     if _CHECK.value:

@@ -9,15 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.pallas.tree_mla_hopper import tree_mla_hopper
-from ddtree_jax.pallas.tree_mla_portable import tree_mla_portable
+from experiments.check_tree_mla import FORMS, LATENT, SCALE, WIDTH, random_tree
 from experiments.kernel_times import kernel_seconds
 
-LATENT, WIDTH, SCALE = 512, 576, 0.1352
 BYTES_PER_SECOND, FLOPS_PER_SECOND = 4.57e12, 790e12
 # More than twice the L2 lies between two uses of a cache.
 COLD_BYTES = 160e6
-FORMS = {"hopper": tree_mla_hopper, "portable": tree_mla_portable}
 
 # Heads, nodes, context, batch, and the microseconds that the kernel is meant to stay below.
 CASES = (
@@ -36,14 +33,6 @@ CASES = (
     (64, 16, 32768, 1, 100),
     (8, 16, 4096, 8, 60),
 )
-
-
-def random_tree(rng: np.random.Generator, num_nodes: int) -> np.ndarray:
-    """Ancestor mask of a tree in which each node's parent is any earlier node."""
-    visible = np.eye(num_nodes, dtype=bool)
-    for node in range(1, num_nodes):
-        visible[node] |= visible[rng.integers(0, node)]
-    return visible
 
 
 def float64(query: Any, cache: Any, rows: Any, length: Any, visible: Any) -> np.ndarray:

@@ -234,15 +234,15 @@ def _attend_splits(
 
                 plgpu.commit_smem()
 
-        def score(t):
+        def score(t, which):
             """Scores of tile t; its parts are taken as they arrive."""
 
             def multiply(ref):
                 for h, a in _ORDER[t]:
                     plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
-                    plgpu.wgmma(ref, query_s.at[h, a], latent_s.at[t, h, a].transpose((1, 0)))
+                    plgpu.wgmma(ref, query_s.at[which[h], a], latent_s.at[which[t], h, a].transpose((1, 0)))
                 plgpu.barrier_wait(rotary_bar.at[t])
-                plgpu.wgmma(ref, query_rotary_s, rotary_s.at[t].transpose((1, 0)))
+                plgpu.wgmma(ref, query_rotary_s, rotary_s.at[which[t]].transpose((1, 0)))
                 return ref[...]
 
             return pl.run_scoped(multiply, plgpu.ACC((_TILE, _TILE), jnp.float32))
@@ -275,11 +275,11 @@ def _attend_splits(
             has_moved = _any_in_warp(top != new_top) if interpret is None else jnp.any(top != new_top)
             return lax.cond(has_moved, multiply, lambda *same: same, acc, total_weight)
 
-        def add_values(acc, t, h, own_weights=None, meanwhile=lambda: [], results=()):
+        def add_values(acc, t, h, which, own_weights=None, meanwhile=lambda: [], results=()):
             """Adds the weighted values, the peer's unless own weights are given; a buffer is free once multiplied."""
 
             def add(multiply, wait):
-                weights = rotary_s.at[t] if own_weights is None else own_weights
+                weights = rotary_s.at[which[t]] if own_weights is None else own_weights
                 for a in range(_PARTS):
                     multiply(a, weights)
                 results = meanwhile()
@@ -298,7 +298,11 @@ def _attend_splits(
 
             def run(refs):
                 acc_refs, result_refs = refs
-                values = add(lambda a, weights: plgpu.wgmma(acc_refs[a], weights, latent_s.at[t, h, a]), plgpu.wgmma_wait)
+
+                def multiply(a, weights):
+                    plgpu.wgmma(acc_refs[a], weights, latent_s.at[which[t], h, a])
+
+                values = add(multiply, plgpu.wgmma_wait)
                 for ref, value in zip(result_refs, values, strict=True):
                     ref[...] = value
 
@@ -306,17 +310,17 @@ def _attend_splits(
 
         def add_pair_left(i, carry, early_words):
             acc, top, total_weight = carry
-            tile = first + 2 * i
-            x = mask(score(0), tile, early_words)
+            tile, which = first + 2 * i, indices(i)
+            x = mask(score(0, which), tile, early_words)
             rounded, new_top, sums = weigh(x, top, 0)
             make_finite(tile, 0, 0)
             acc, total_weight = rescale(acc, total_weight, top, new_top)
-            acc, _ = add_values(acc, 0, 0, rounded)
+            acc, _ = add_values(acc, 0, 0, which, rounded)
 
             def add_peer(acc, top, total_weight):
                 new_top = receive(tile + 1, 1, 0)
                 acc, total_weight = rescale(acc, total_weight, top, new_top)
-                acc, _ = add_values(acc, 1, 0)
+                acc, _ = add_values(acc, 1, 0, which)
                 plgpu.barrier_arrive(rotary_free.at[1])
                 return acc, new_top, total_weight
 
@@ -324,17 +328,17 @@ def _attend_splits(
             return lax.cond(2 * i + 1 < count, add_peer, lambda *same: same, *carry)
 
         def add_pair_right(i, carry, early_words):
-            tile = first + 2 * i + 1
+            tile, which = first + 2 * i + 1, indices(i)
 
             def add_peer(acc, top, total_weight, *meanwhile):
                 new_top = receive(tile - 1, 0, 1)
                 acc, total_weight = rescale(acc, total_weight, top, new_top)
-                acc, results = add_values(acc, 0, 1, None, *meanwhile)
+                acc, results = add_values(acc, 0, 1, which, None, *meanwhile)
                 plgpu.barrier_arrive(rotary_free.at[0])
                 return acc, new_top, total_weight, results
 
             def add_both(acc, top, total_weight):
-                x = mask(score(1), tile, early_words)
+                x = mask(score(1, which), tile, early_words)
 
                 def weigh_own():
                     return weigh(x, plgpu.load(top_s.at[0], layout=_ROW), 1)
@@ -345,13 +349,19 @@ def _attend_splits(
                 rounded, new_top, sums = results
                 make_finite(tile, 1, 1)
                 acc, total_weight = rescale(acc, total_weight, top, new_top)
-                acc, _ = add_values(acc, 1, 1, rounded)
+                acc, _ = add_values(acc, 1, 1, which, rounded)
                 return acc, new_top, total_weight + sums
 
             def add_left(*carry):
                 return add_peer(*carry)[:3]
 
             return lax.cond(2 * i + 1 < count, add_both, add_left, *carry)
+
+        def indices(i):
+            # Always 0 and 1, but ptxas must not know: it would compute all operand descriptors before the loop and spill
+            # more than a hundred registers for them.
+            zero = i & lax.shift_right_logical(length, jnp.int32(31))
+            return zero, zero + 1
 
         def compute(add_pair, h):
             plgpu.set_max_registers(config.compute_registers, action="increase")
