@@ -3,7 +3,7 @@
 ::
 
     latents        query W_k' (absorb)  ->  tree MLA on latents (576 wide, values 512)   ->  W_v (absorb)
-    expanded       latents W_k, W_v (expand, whole prefix)  ->  cuDNN (192 wide, values 128)
+    expanded       latents W_k, W_v (expand, whole prefix)  ->  cuDNN (192 wide, values 128, filled up to 192)
 
 See `bench_kernels`, ``--kernel tree_mla``. Behind a prefix `jax.nn.dot_product_attention` has only masks that are read as a
 bias, so it is also timed without a mask, as if every query saw everything: somewhat more than a causal kernel needs.
@@ -34,11 +34,12 @@ def _absorb(query_BTHP: Any, key_HPC: Any, out_BTHC: Any, value_HCU: Any) -> tup
 
 
 def _expand(latent_BSW: Any, key_HPC: Any, value_HCU: Any) -> tuple[jax.Array, jax.Array]:
-    """Keys with their rotary part, and values, of every head."""
+    """Keys with their rotary part, and values as wide (`jax.nn.dot_product_attention` wants it), of every head."""
     latent_BSC, rotary_BSR = jnp.split(latent_BSW, [LATENT], axis=-1)
     key_BSHP = jnp.einsum("BSC,HPC->BSHP", latent_BSC, key_HPC)
     rotary_BSHR = jnp.broadcast_to(rotary_BSR[:, :, None], (*key_BSHP.shape[:3], WIDTH - LATENT))
-    return jnp.concatenate([key_BSHP, rotary_BSHR], -1), jnp.einsum("BSC,HCU->BSHU", latent_BSC, value_HCU)
+    value_BSHU = jnp.einsum("BSC,HCU->BSHU", latent_BSC, value_HCU)
+    return jnp.concatenate([key_BSHP, rotary_BSHR], -1), jnp.pad(value_BSHU, ((0, 0),) * 3 + ((0, WIDTH - LATENT),))
 
 
 _CUDNN = functools.partial(jax.nn.dot_product_attention, scale=SCALE, implementation="cudnn")

@@ -2,13 +2,14 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ddtree_jax.pallas.tree_mla import tree_mla_gpu
 from experiments.check_tree_mla import FORMS, LATENT, SCALE, WIDTH, random_tree
 from experiments.kernel_times import kernel_seconds
 
@@ -33,6 +34,17 @@ CASES = (
     (64, 16, 32768, 1, 100),
     (8, 16, 4096, 8, 60),
 )
+
+
+def cases_to_compile() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+    """A name, `tree_mla_gpu`, which takes the form that the default device wants, and shapes of its arguments."""
+    for heads, nodes, context, batch in ((8, 1, 1024, 1), (8, 16, 4096, 8), (64, 64, 131072, 1), (8, 2048, 4096, 1)):
+        shapes = ((batch, nodes, heads, WIDTH), (batch, context, WIDTH), (batch, nodes, WIDTH))
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        length_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        visible_BTt = jax.ShapeDtypeStruct((batch, nodes, nodes), bool)
+        name = f"{heads} heads, {nodes} nodes, {context} slots, batch {batch}"
+        yield name, functools.partial(tree_mla_gpu, num_latent=LATENT, scale=SCALE), (*arrays, length_B, visible_BTt)
 
 
 def float64(query: Any, cache: Any, rows: Any, length: Any, visible: Any) -> np.ndarray:

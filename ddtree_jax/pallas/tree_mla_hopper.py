@@ -51,6 +51,7 @@ class Config:
     """``num_sms`` is how many blocks run at once (one a multiprocessor); registers are those of a thread."""
 
     num_sms: int = 132
+    cluster: int = 2
     copy_registers: int = 24
     compute_registers: int = 240
 
@@ -135,6 +136,7 @@ def _attend_splits(
     row_tiles, tree_tiles = pl.cdiv(num_rows, _TILE), pl.cdiv(num_nodes, _TILE)
     rows_a_tile, nodes_a_tile = min(num_rows, _TILE), min(num_nodes, _TILE)
     splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], _TILE, config.num_sms)
+    cluster = config.cluster if row_tiles % config.cluster == 0 else 1
     factor = scale * math.log2(math.e)
 
     def columns(h, a):
@@ -148,7 +150,8 @@ def _attend_splits(
         query_s, query_rotary_s, latent_s, rotary_s, top_s, sum_s, lse_s,
         query_bar, latent_bar, latent_free, rotary_bar, rotary_free, weights_bar, done_bar,
     ):  # fmt: skip
-        b, row_tile, s, warpgroup = (lax.axis_index(name) for name in ("batch", "row_tile", "split", "warpgroup"))
+        b, s, warpgroup = (lax.axis_index(name) for name in ("batch", "split", "warpgroup"))
+        row_tile = lax.axis_index("cluster") * cluster + lax.axis_index("block")
         at_rows, all_rows = pl.ds(row_tile * _TILE, rows_a_tile), pl.ds(row_tile * _TILE, _TILE)
         length = length_g[b]
         prefix_tiles, total, each = split.tile_counts(length, tree_tiles, splits, _TILE)
@@ -178,7 +181,8 @@ def _attend_splits(
 
                     @pl.when(tile < prefix_tiles)
                     def _():
-                        plgpu.copy_gmem_to_smem(cache_g.at[b, pl.ds(tile * _TILE, _TILE), at_columns], into, ready)
+                        source = cache_g.at[b, pl.ds(tile * _TILE, _TILE), at_columns]
+                        plgpu.copy_gmem_to_smem(source, into, ready, collective_axes="block")
 
                     @pl.when(tile >= prefix_tiles)
                     def _():
@@ -187,6 +191,7 @@ def _attend_splits(
                             tree_g.at[b, pl.ds(start, nodes_a_tile), at_columns],
                             into.at[pl.ds(0, nodes_a_tile)],
                             ready,
+                            collective_axes="block",
                         )
 
             @pl.loop(0, pairs)
@@ -399,8 +404,10 @@ def _attend_splits(
             jax.ShapeDtypeStruct((batch, num_rows, splits, num_latent), jnp.bfloat16),
             jax.ShapeDtypeStruct((batch, num_rows, splits, _COPIES), jnp.float32),
         ),
-        grid=(splits, row_tiles, batch),
-        grid_names=("split", "row_tile", "batch"),
+        grid=(splits, row_tiles // cluster, batch),
+        grid_names=("split", "cluster", "batch"),
+        cluster=(cluster,),
+        cluster_names=("block",),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="tree_mla",
@@ -415,9 +422,11 @@ def _attend_splits(
             plgpu.SMEM((_TILE, _COPIES), jnp.float32),
             plgpu.Barrier(num_arrivals=2 * _PARTS + 1),
             plgpu.Barrier(num_barriers=4 * _PARTS),
-            plgpu.Barrier(num_barriers=4 * _PARTS),
-            *(plgpu.Barrier(num_barriers=2) for _ in range(3)),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=4 * _PARTS),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=2),
         ],
         interpret=interpret,
     )
