@@ -51,7 +51,6 @@ class Config:
     """``num_sms`` is how many blocks run at once (one a multiprocessor); registers are those of a thread."""
 
     num_sms: int = 132
-    cluster: int = 2
     copy_registers: int = 24
     compute_registers: int = 240
 
@@ -77,7 +76,7 @@ def tree_mla_hopper(
     split.check(query_BTHW, cache_BSW, num_latent, 8)
     query_BnW = query_BTHW.reshape(batch, num_nodes * heads, width)
     query_BnW = jnp.pad(query_BnW, ((0, 0), (0, -query_BnW.shape[1] % 8), (0, 0)))
-    rows_BTW = jnp.pad(rows_BTW, ((0, 0), (0, -num_nodes % 8), (0, 0)))
+    rows_BTW = jnp.pad(_keep_finite(rows_BTW, num_latent), ((0, 0), (0, -num_nodes % _TILE), (0, 0)))
     words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _TILE)
     part_BnsC, lse_Bnsc = _attend_splits(
         query_BnW, cache_BSW, rows_BTW, length_B, words_Bwn, num_latent, scale, config, interpret
@@ -85,6 +84,13 @@ def tree_mla_hopper(
     tree_tiles = pl.cdiv(num_nodes, _TILE)
     out_BnC = split.combine(part_BnsC, lse_Bnsc, length_B, tree_tiles=tree_tiles, tile=_TILE, interpret=interpret)
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
+
+
+def _keep_finite(rows_BTW: Array, num_latent: int) -> Array:
+    """Values are finite; of a row that was not, the rotary part is NaN, so that who sees it gets NaN, and nobody else."""
+    is_finite_BT1 = jnp.all(jnp.isfinite(rows_BTW), axis=-1, keepdims=True)
+    is_value_W = jnp.arange(rows_BTW.shape[-1]) < num_latent
+    return jnp.where(is_finite_BT1, rows_BTW, jnp.where(is_value_W, 0, jnp.nan).astype(rows_BTW.dtype))
 
 
 def _swizzled(*shape: int):
@@ -134,9 +140,8 @@ def _attend_splits(
     half, rotary = num_latent // 2, width - num_latent
     part = half // _PARTS
     row_tiles, tree_tiles = pl.cdiv(num_rows, _TILE), pl.cdiv(num_nodes, _TILE)
-    rows_a_tile, nodes_a_tile = min(num_rows, _TILE), min(num_nodes, _TILE)
+    rows_a_tile = min(num_rows, _TILE)
     splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], _TILE, config.num_sms)
-    cluster = config.cluster if row_tiles % config.cluster == 0 else 1
     factor = scale * math.log2(math.e)
 
     def columns(h, a):
@@ -148,10 +153,9 @@ def _attend_splits(
     def body(
         query_g, cache_g, tree_g, length_g, words_g, out_g, lse_g,
         query_s, query_rotary_s, latent_s, rotary_s, top_s, sum_s, lse_s,
-        query_bar, latent_bar, latent_free, rotary_bar, rotary_free, weights_bar, done_bar,
+        query_bar, latent_bar, latent_free, rotary_bar, rotary_free, scored_bar, weights_bar, done_bar,
     ):  # fmt: skip
-        b, s, warpgroup = (lax.axis_index(name) for name in ("batch", "split", "warpgroup"))
-        row_tile = lax.axis_index("cluster") * cluster + lax.axis_index("block")
+        b, row_tile, s, warpgroup = (lax.axis_index(name) for name in ("batch", "row_tile", "split", "warpgroup"))
         at_rows, all_rows = pl.ds(row_tile * _TILE, rows_a_tile), pl.ds(row_tile * _TILE, _TILE)
         length = length_g[b]
         prefix_tiles, total, each = split.tile_counts(length, tree_tiles, splits, _TILE)
@@ -182,17 +186,12 @@ def _attend_splits(
                     @pl.when(tile < prefix_tiles)
                     def _():
                         source = cache_g.at[b, pl.ds(tile * _TILE, _TILE), at_columns]
-                        plgpu.copy_gmem_to_smem(source, into, ready, collective_axes="block")
+                        plgpu.copy_gmem_to_smem(source, into, ready)
 
                     @pl.when(tile >= prefix_tiles)
                     def _():
-                        start = (tile - prefix_tiles) * _TILE
-                        plgpu.copy_gmem_to_smem(
-                            tree_g.at[b, pl.ds(start, nodes_a_tile), at_columns],
-                            into.at[pl.ds(0, nodes_a_tile)],
-                            ready,
-                            collective_axes="block",
-                        )
+                        source = tree_g.at[b, pl.ds((tile - prefix_tiles) * _TILE, _TILE), at_columns]
+                        plgpu.copy_gmem_to_smem(source, into, ready)
 
             @pl.loop(0, pairs)
             def _(i):
@@ -202,8 +201,8 @@ def _attend_splits(
                         fetch(i, t, columns(h, a), latent_s.at[t, h, a], latent_bar.at[number], latent_free.at[number])
                     fetch(i, t, pl.ds(num_latent, rotary), rotary_s.at[t], rotary_bar.at[t], rotary_free.at[t])
 
-        def is_ragged(tile):
-            return (tile >= prefix_tiles) | (length - tile * _TILE < _TILE)
+        def is_cut(tile):
+            return (tile < prefix_tiles) & (length - tile * _TILE < _TILE)
 
         def load_words(tree_tile):
             at_words = (words_g.at[b, 2 * tree_tile + i, all_rows] for i in range(2))
@@ -221,13 +220,15 @@ def _attend_splits(
             def tail(x):
                 return jnp.where(column < length - tile * _TILE, x, -jnp.inf)
 
-            def ragged(x):
+            def cut(x):
                 return lax.cond(tile >= prefix_tiles, tree, tail, x)
 
-            return lax.cond(is_ragged(tile), ragged, lambda x: x, x)
+            return lax.cond((tile >= prefix_tiles) | is_cut(tile), cut, lambda x: x, x)
 
         def make_finite(tile, t, h):
-            @pl.when(is_ragged(tile))
+            """Slots behind the length may hold anything, and a weight of zero times NaN would be NaN."""
+
+            @pl.when(is_cut(tile))
             def _():
                 @pl.loop(0, half // 64)
                 def _(c):
@@ -248,6 +249,9 @@ def _attend_splits(
                     plgpu.wgmma(ref, query_s.at[which[h], a], latent_s.at[which[t], h, a].transpose((1, 0)))
                 plgpu.barrier_wait(rotary_bar.at[t])
                 plgpu.wgmma(ref, query_rotary_s, rotary_s.at[which[t]].transpose((1, 0)))
+                # A little early, so that the tensor cores never wait for the peer's next products.
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(scored_bar.at[t])
                 return ref[...]
 
             return pl.run_scoped(multiply, plgpu.ACC((_TILE, _TILE), jnp.float32))
@@ -272,13 +276,13 @@ def _attend_splits(
             make_finite(tile, t, h)
             return plgpu.load(top_s.at[t], layout=_ROW)
 
-        def rescale(acc, total_weight, top, new_top):
+        def rescale(acc, total_weight, top, new_top, has_sums=True):
             def multiply(acc, total_weight):
                 alpha = jnp.exp2(top - new_top)
                 return [x * _spread(alpha, x.shape) for x in acc], total_weight * alpha
 
             has_moved = _any_in_warp(top != new_top) if interpret is None else jnp.any(top != new_top)
-            return lax.cond(has_moved, multiply, lambda *same: same, acc, total_weight)
+            return lax.cond(has_moved & has_sums, multiply, lambda *same: same, acc, total_weight)
 
         def add_values(acc, t, h, which, own_weights=None, meanwhile=lambda: [], results=()):
             """Adds the weighted values, the peer's unless own weights are given; a buffer is free once multiplied."""
@@ -318,8 +322,9 @@ def _attend_splits(
             tile, which = first + 2 * i, indices(i)
             x = mask(score(0, which), tile, early_words)
             rounded, new_top, sums = weigh(x, top, 0)
+            pl.when(2 * i + 1 < count)(lambda: plgpu.barrier_wait(scored_bar.at[1]))
             make_finite(tile, 0, 0)
-            acc, total_weight = rescale(acc, total_weight, top, new_top)
+            acc, total_weight = rescale(acc, total_weight, top, new_top, i > 0)
             acc, _ = add_values(acc, 0, 0, which, rounded)
 
             def add_peer(acc, top, total_weight):
@@ -334,10 +339,12 @@ def _attend_splits(
 
         def add_pair_right(i, carry, early_words):
             tile, which = first + 2 * i + 1, indices(i)
+            # The tensor cores do one thing at a time, so that one warpgroup's softmax is over when the other's products are.
+            plgpu.barrier_wait(scored_bar.at[0])
 
             def add_peer(acc, top, total_weight, *meanwhile):
                 new_top = receive(tile - 1, 0, 1)
-                acc, total_weight = rescale(acc, total_weight, top, new_top)
+                acc, total_weight = rescale(acc, total_weight, top, new_top, i > 0)
                 acc, results = add_values(acc, 0, 1, which, None, *meanwhile)
                 plgpu.barrier_arrive(rotary_free.at[0])
                 return acc, new_top, total_weight, results
@@ -404,10 +411,8 @@ def _attend_splits(
             jax.ShapeDtypeStruct((batch, num_rows, splits, num_latent), jnp.bfloat16),
             jax.ShapeDtypeStruct((batch, num_rows, splits, _COPIES), jnp.float32),
         ),
-        grid=(splits, row_tiles // cluster, batch),
-        grid_names=("split", "cluster", "batch"),
-        cluster=(cluster,),
-        cluster_names=("block",),
+        grid=(splits, row_tiles, batch),
+        grid_names=("split", "row_tile", "batch"),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="tree_mla",
@@ -422,11 +427,9 @@ def _attend_splits(
             plgpu.SMEM((_TILE, _COPIES), jnp.float32),
             plgpu.Barrier(num_arrivals=2 * _PARTS + 1),
             plgpu.Barrier(num_barriers=4 * _PARTS),
-            plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=4 * _PARTS),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=2),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=2),
+            plgpu.Barrier(num_barriers=4 * _PARTS),
+            *(plgpu.Barrier(num_barriers=2) for _ in range(4)),
+            plgpu.Barrier(num_arrivals=2),
         ],
         interpret=interpret,
     )
