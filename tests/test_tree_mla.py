@@ -111,7 +111,7 @@ def test_any_number_of_splits_gives_the_same(run, num_sms):
 @FORMS
 @pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["growing", "shrinking"])
 def test_maxima_may_grow_by_many_orders_of_magnitude(run, order):
-    """From tile to tile, so that the sums so far have to be rescaled, both in the middle of a pair of tiles and between two."""
+    """From tile to tile, so that the sums so far have to be rescaled: inside a pair of tiles and between two."""
     query, cache, rows, length, visible = random_case(11, num_nodes=4, heads=8, num_slots=320, lengths=[320])
     gain = jnp.repeat(jnp.arange(1.0, 6.0), 64)[order]
     case = query * 8, cache * gain[None, :, None].astype(cache.dtype), rows, length, visible
