@@ -375,35 +375,44 @@ def _attend_splits(
             zero = i & lax.shift_right_logical(length, jnp.int32(31))
             return zero, zero + 1
 
-        def compute(add_pair, h):
+        @pl.when((warpgroup < 2) & (count > 0))
+        def _():
             plgpu.set_max_registers(config.compute_registers, action="increase")
             # Early, since they come from device memory. Prefill has too many to keep.
             early_words = load_words(0) if tree_tiles == 1 else None
             plgpu.barrier_wait(query_bar)
             row = _zeros((_TILE,), _ROW)
             carry = [_zeros((_TILE, part), _WGMMA) for _ in range(_PARTS)], row + split.LOWEST, row
-            add_pair = functools.partial(add_pair, early_words=early_words)
-            acc, top, total_weight = lax.fori_loop(0, pairs, add_pair, carry)
+            left, right = (functools.partial(add, early_words=early_words) for add in (add_pair_left, add_pair_right))
+            acc, top, total_weight = lax.cond(
+                warpgroup == 0,
+                lambda carry: lax.fori_loop(0, pairs, left, carry),
+                lambda carry: lax.fori_loop(0, pairs, right, carry),
+                carry,
+            )
 
-            sum_s[h] = total_weight
+            sum_s[warpgroup] = total_weight
             plgpu.barrier_arrive(done_bar)
             plgpu.barrier_wait(done_bar)
-            total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - h], layout=_ROW), 1e-30)
+            total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - warpgroup], layout=_ROW), 1e-30)
             for a in range(_PARTS):
-                query_s[h, a] = (acc[a] * _spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
-            if h == 0:
+                query_s[warpgroup, a] = (acc[a] * _spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
+
+            @pl.when(warpgroup == 0)
+            def _():
                 lse = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
                 lse_s[...] = _spread(lse, lse_s.shape)
+
             plgpu.commit_smem()
             for a in range(_PARTS):
-                filled = query_s.at[h, a, pl.ds(0, rows_a_tile)]
-                plgpu.copy_smem_to_gmem(filled, out_g.at[b, at_rows, s, columns(h, a)])
-            if h == 0:
-                plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(0, rows_a_tile)], lse_g.at[b, at_rows, s])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                filled = query_s.at[warpgroup, a, pl.ds(0, rows_a_tile)]
+                plgpu.copy_smem_to_gmem(filled, out_g.at[b, at_rows, s, columns(warpgroup, a)])
 
-        pl.when((warpgroup == 0) & (count > 0))(lambda: compute(add_pair_left, 0))
-        pl.when((warpgroup == 1) & (count > 0))(lambda: compute(add_pair_right, 1))
+            @pl.when(warpgroup == 0)
+            def _():
+                plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(0, rows_a_tile)], lse_g.at[b, at_rows, s])
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = plgpu.kernel(
         body,
