@@ -143,6 +143,7 @@ def _attend_splits(
     rows_a_tile = min(num_rows, _TILE)
     splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], _TILE, config.num_sms)
     factor = scale * math.log2(math.e)
+    scores = plgpu.ACC((_TILE, _TILE), jnp.float32)
 
     def columns(h, a):
         return pl.ds(h * half + a * part, part)
@@ -240,21 +241,20 @@ def _attend_splits(
 
                 plgpu.commit_smem()
 
-        def score(t, which):
+        def issue_scores(ref, t, which):
             """Scores of tile t; its parts are taken as they arrive."""
+            for h, a in _ORDER[t]:
+                plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
+                plgpu.wgmma(ref, query_s.at[which[h], a], latent_s.at[which[t], h, a].transpose((1, 0)))
+            plgpu.barrier_wait(rotary_bar.at[t])
+            plgpu.wgmma(ref, query_rotary_s, rotary_s.at[which[t]].transpose((1, 0)))
 
-            def multiply(ref):
-                for h, a in _ORDER[t]:
-                    plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
-                    plgpu.wgmma(ref, query_s.at[which[h], a], latent_s.at[which[t], h, a].transpose((1, 0)))
-                plgpu.barrier_wait(rotary_bar.at[t])
-                plgpu.wgmma(ref, query_rotary_s, rotary_s.at[which[t]].transpose((1, 0)))
-                # A little early, so that the tensor cores never wait for the peer's next products.
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(scored_bar.at[t])
-                return ref[...]
-
-            return pl.run_scoped(multiply, plgpu.ACC((_TILE, _TILE), jnp.float32))
+        def score_left(ref, which):
+            issue_scores(ref, 0, which)
+            # A little early, so that the tensor cores do not wait for the peer's products.
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(scored_bar)
+            return ref[...]
 
         def weigh(x, top, t):
             """Weights of tile t by a reference that moves only if a maximum is far above it; both go to the peer as well."""
@@ -320,9 +320,8 @@ def _attend_splits(
         def add_pair_left(i, carry, early_words):
             acc, top, total_weight = carry
             tile, which = first + 2 * i, indices(i)
-            x = mask(score(0, which), tile, early_words)
-            rounded, new_top, sums = weigh(x, top, 0)
-            pl.when(2 * i + 1 < count)(lambda: plgpu.barrier_wait(scored_bar.at[1]))
+            x = pl.run_scoped(functools.partial(score_left, which=which), scores)
+            rounded, new_top, sums = weigh(mask(x, tile, early_words), top, 0)
             make_finite(tile, 0, 0)
             acc, total_weight = rescale(acc, total_weight, top, new_top, i > 0)
             acc, _ = add_values(acc, 0, 0, which, rounded)
@@ -340,7 +339,7 @@ def _attend_splits(
         def add_pair_right(i, carry, early_words):
             tile, which = first + 2 * i + 1, indices(i)
             # The tensor cores do one thing at a time, so that one warpgroup's softmax is over when the other's products are.
-            plgpu.barrier_wait(scored_bar.at[0])
+            plgpu.barrier_wait(scored_bar)
 
             def add_peer(acc, top, total_weight, *meanwhile):
                 new_top = receive(tile - 1, 0, 1)
@@ -349,15 +348,19 @@ def _attend_splits(
                 plgpu.barrier_arrive(rotary_free.at[0])
                 return acc, new_top, total_weight, results
 
-            def add_both(acc, top, total_weight):
-                x = mask(score(1, which), tile, early_words)
+            def add_both(*carry):
+                def score_and_add_peer(ref):
+                    issue_scores(ref, 1, which)
 
-                def weigh_own():
-                    return weigh(x, plgpu.load(top_s.at[0], layout=_ROW), 1)
+                    def weigh_own():
+                        x = ref[...] if interpret is not None else plgpu.wgmma_accumulator_load(ref, wait_n=_PARTS)
+                        return weigh(mask(x, tile, early_words), plgpu.load(top_s.at[0], layout=_ROW), 1)
+
+                    return add_peer(*carry, weigh_own, empty)
 
                 row = _zeros((_TILE,), _ROW)
                 empty = [_zeros((_TILE, _TILE), _WGMMA).astype(jnp.bfloat16), row, row]
-                acc, top, total_weight, results = add_peer(acc, top, total_weight, weigh_own, empty)
+                acc, top, total_weight, results = pl.run_scoped(score_and_add_peer, scores)
                 rounded, new_top, sums = results
                 make_finite(tile, 1, 1)
                 acc, total_weight = rescale(acc, total_weight, top, new_top)
@@ -437,7 +440,10 @@ def _attend_splits(
             plgpu.Barrier(num_arrivals=2 * _PARTS + 1),
             plgpu.Barrier(num_barriers=4 * _PARTS),
             plgpu.Barrier(num_barriers=4 * _PARTS),
-            *(plgpu.Barrier(num_barriers=2) for _ in range(4)),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_arrivals=2),
         ],
         interpret=interpret,
