@@ -1,23 +1,27 @@
 """Tree MLA for Hopper: ``wgmma`` on tiles of 64 rows (nodes x heads) by 64 slots, fed by the copy engine.
 
-A block takes 64 rows and its split of the tiles, two tiles at a time. Of a pair, warpgroup w scores tile w alone, and
-owns half w of the latent columns of the output. Each warpgroup's weights pass to the other through shared memory, in
-the place of the tile's rotary part, which is no longer needed by then.
+A block takes 64 rows and its split of the tiles, two tiles at a time. Of a pair, the left warpgroup scores tile 0 alone, the
+right one tile 1, and each owns its half of the latent columns of the output. Their weights pass to the other one through
+shared memory, in the place of the tile's rotary part, which is no longer needed by then.
 
 ::
 
-    copies       | L0 R1 T0 T1 R0 L1 of the next pair, each as soon as its place is free
-    warpgroup 0  | Q (L0 T0 R0)'   softmax 0   O_L += P0 L0   take P1   O_L += P1 L1
-    warpgroup 1  | Q (R1 T1 L1)'   softmax 1   O_R += P1 R1   take P0   O_R += P0 R0      time ->
+    tensor cores     | Q (L0 R0 T0)' | Q (R1 L1 T1)' | O_L += P0 L0  O_R += P0 R0 | O_L += P1 L1  O_R += P1 R1 |
+    left warpgroup                   | softmax 0     |
+    right warpgroup                                  | softmax 1                  |
+    copies                                             L0 R0 of the next pair     | R1 L1 of the next pair       time ->
 
     L, R: left and right half of a tile's latents (each in two buffers); T: its rotary part; O_L, O_R: output
 
 A tile is read once for all nodes and heads of a block: 73,728 bytes, its latents serving as keys and as values. With 16
 nodes of 8 heads (two row tiles) 4,096 tokens are 4.7 MB, 1.0 us at 4.57 TB/s. Splits are added by `tree_mla_split.combine`.
 
+The maximum that weights refer to moves only where a tile's own is more than 2^8 times larger, so that the sums hardly ever
+have to be rescaled. With 64 heads products are what takes time: 64 rows by 64 slots read as much shared memory as they can.
+
 What lies behind the length, or in a node that a row does not see, gets a weight of zero; since zero times NaN is NaN,
-values that are not finite are overwritten with zeros in the tiles where there can be such. Scores are taken before, so
-that a row which does see a NaN yields NaN.
+values that are not finite become zeros: in the rows of the tree before the kernel, in the last tile of the prefix in
+shared memory. Scores are taken before, so that a row which does see a NaN yields NaN.
 """
 
 import functools
