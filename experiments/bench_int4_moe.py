@@ -19,6 +19,7 @@ from ddtree_jax.pallas.int4_blocks import BLOCK_WORDS, WEIGHT_WORDS, pack_down, 
 from ddtree_jax.pallas.int4_moe import (
     ExpertBlocks,
     choose_config,
+    device_config,
     expand,
     int4_moe_gpu,
     int4_moe_reference,
@@ -42,12 +43,16 @@ class Shard(NamedTuple):
     def expert_bytes(self) -> int:
         return 3 * self.features * WIDTH * (16 + 2) // 32
 
-    def draw_weights(self) -> ExpertBlocks:
-        shapes = (
+    @property
+    def block_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of gate and up, and of down, without the words of a block."""
+        return (
             (self.num_experts, self.features // 256, WIDTH // 64, 8),
             (self.num_experts, WIDTH // 512, self.features // 64, 8),
         )
-        return ExpertBlocks(*(draw_blocks(jax.random.key(i), shape) for i, shape in enumerate(shapes)))
+
+    def draw_weights(self) -> ExpertBlocks:
+        return ExpertBlocks(*(draw_blocks(jax.random.key(i), shape) for i, shape in enumerate(self.block_shapes)))
 
     def draw_routing(self, nodes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Uniform; drawn again if the rank has none of the experts."""
@@ -64,6 +69,20 @@ class Shard(NamedTuple):
 
 
 SHARDS = (Shard("tensor=8", 384, 256), Shard("expert=8", 48, 2048))
+
+
+def cases_to_compile(capability: int, num_blocks: int) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """Names, functions and arguments' shapes for a device of compute capability ``capability``.x."""
+    for shard in SHARDS:
+        experts = ExpertBlocks(
+            *(jax.ShapeDtypeStruct((*shape, BLOCK_WORDS), jnp.int32) for shape in shard.block_shapes)
+        )
+        for nodes in (1, 16, 64):
+            x_TD = jax.ShapeDtypeStruct((nodes, WIDTH), jnp.bfloat16)
+            routing = [jax.ShapeDtypeStruct((nodes, PER_TOKEN), dtype) for dtype in (jnp.int32, jnp.float32)]
+            config = choose_config(x_TD, experts, device_config(capability, num_blocks))
+            function = functools.partial(int4_moe_gpu, config=config)
+            yield f"{shard.mesh}, {nodes} nodes", function, (x_TD, *routing, experts)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -69,8 +69,16 @@ def int4_moe(
     return lax.platform_dependent(x_TD, expert_TX, weight_TX, *experts, cuda=kernel, default=reference)
 
 
-def choose_config(x_TD: Float[Array, "T D"], experts: ExpertBlocks) -> int4_kernel.Config:
-    """Tuning for the device that is there, Hopper's where there is none.
+def device_config(capability: int, num_blocks: int) -> int4_kernel.Config:
+    """Tuning for a device of the compute capability ``capability``.x with ``num_blocks`` multiprocessors."""
+    base = {8: int4_kernel.AMPERE, 9: int4_kernel.HOPPER}.get(capability, int4_kernel.SMALL)
+    return dataclasses.replace(base, num_blocks=num_blocks)
+
+
+def choose_config(
+    x_TD: Float[Array, "T D"], experts: ExpertBlocks, config: int4_kernel.Config | None = None
+) -> int4_kernel.Config:
+    """Tuning for this input, from ``config`` or that of the device that is there, Hopper's where there is none.
 
     Raises:
       NotImplementedError: the kernel does not take this input. It is named.
@@ -82,12 +90,11 @@ def choose_config(x_TD: Float[Array, "T D"], experts: ExpertBlocks) -> int4_kern
         raise NotImplementedError(
             f"x is {x_TD.shape[1]} wide; blocks of {columns} columns take multiples of 32 in them"
         )
-    config = int4_kernel.HOPPER
-    if jax.default_backend() == "gpu":
-        device = jax.devices()[0]
-        major = int(device.compute_capability.split(".")[0])
-        base = {8: int4_kernel.AMPERE, 9: int4_kernel.HOPPER}.get(major, int4_kernel.SMALL)
-        config = dataclasses.replace(base, num_blocks=device.core_count)
+    if config is None:
+        config = int4_kernel.HOPPER
+        if jax.default_backend() == "gpu":
+            device = jax.devices()[0]
+            config = device_config(int(device.compute_capability.split(".")[0]), device.core_count)
     is_odd = any(blocks.shape[2] % config.step_blocks for blocks in experts)
     if is_odd or x_TD.shape[0] <= FEW_TOKENS:
         config = dataclasses.replace(config, step_columns=BLOCK_COLUMNS)
