@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import bench_int4_moe, bench_tree_mla, check_tree_mla
+from experiments import bench_int4_moe, bench_prefill_attention, bench_tree_mla, check_tree_mla
 from experiments.results_file import provenance, write_lines
 
 _KERNEL = flags.DEFINE_enum("kernel", None, ["int4_moe", "tree_mla"], "Which kernel.", required=True)
@@ -33,6 +33,7 @@ def measure() -> Iterator[dict[str, Any]]:
         if _CHECK.value:
             check_tree_mla.check(_CHECK.value)
         yield from bench_tree_mla.run(_FORM.value, runs=_RUNS.value)
+        yield from bench_prefill_attention.run() if _FORM.value == "hopper" else ()
         return
     if _CHECK.value:
         worst = bench_int4_moe.check_random(_CHECK.value)
