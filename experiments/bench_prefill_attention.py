@@ -10,6 +10,7 @@ cuDNN's causal mask begins at the first key, so that it takes two calls; values 
 `jax.nn.dot_product_attention` wants them. See `bench_kernels`, ``--kernel tree_mla``.
 """
 
+import concurrent.futures
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -59,21 +60,33 @@ def expand(latent_BSW: Any, key_HPC: Any, value_HCU: Any) -> tuple[jax.Array, ja
     return jnp.concatenate([key_BSHP, rotary_BSHR], -1), jnp.pad(value_BSHU, ((0, 0),) * 3 + ((0, ROTARY),))
 
 
+def draw_inputs(heads: int, prefix: int) -> tuple[jax.Array, ...]:
+    """Arguments of both ways."""
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    query_key, cache_key, rows_key, up_key, value_key = jax.random.split(jax.random.key(heads + prefix), 5)
+    return (
+        draw(query_key, (1, CHUNK, heads, HEAD + ROTARY)),
+        draw(cache_key, (1, max(prefix, 64), WIDTH)),
+        draw(rows_key, (1, CHUNK, WIDTH)),
+        jnp.asarray([prefix], jnp.int32),
+        draw(up_key, (heads, HEAD, LATENT)) * LATENT**-0.5,
+        draw(value_key, (heads, LATENT, HEAD)) * LATENT**-0.5,
+    )
+
+
+def compile_both(heads: int, prefix: int) -> tuple[Any, Any]:
+    shapes = jax.eval_shape(functools.partial(draw_inputs, heads, prefix))
+    expanded = functools.partial(attend_expanded, has_prefix=prefix > 0)
+    latent, expanded = (jax.jit(way).lower(*shapes).compile() for way in (attend_latent, expanded))
+    return latent, expanded
+
+
 def run(runs: int = 8, cases: tuple = CASES) -> Iterator[dict[str, Any]]:
     """Result lines, one a case, without provenance. ``error`` is the distance of the two ways from each other."""
-    for heads, prefix in cases:
-        draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-        query_key, cache_key, rows_key, up_key, value_key = jax.random.split(jax.random.key(heads + prefix), 5)
-        inputs = (
-            draw(query_key, (1, CHUNK, heads, HEAD + ROTARY)),
-            draw(cache_key, (1, max(prefix, 64), WIDTH)),
-            draw(rows_key, (1, CHUNK, WIDTH)),
-            jnp.asarray([prefix], jnp.int32),
-            draw(up_key, (heads, HEAD, LATENT)) * LATENT**-0.5,
-            draw(value_key, (heads, LATENT, HEAD)) * LATENT**-0.5,
-        )
-        latent = jax.jit(attend_latent)
-        expanded = jax.jit(functools.partial(attend_expanded, has_prefix=prefix > 0))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = list(pool.map(compile_both, *zip(*cases, strict=True)))
+    for (latent, expanded), (heads, prefix) in zip(programs, cases, strict=True):
+        inputs = draw_inputs(heads, prefix)
         times = kernel_seconds(latent, [inputs], runs)
         seconds, expanded_seconds = (sum(x.values()) for x in (times, kernel_seconds(expanded, [inputs], runs)))
         out, other = (call(*inputs).astype(jnp.float32) for call in (latent, expanded))
