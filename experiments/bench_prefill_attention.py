@@ -74,18 +74,20 @@ def draw_inputs(heads: int, prefix: int) -> tuple[jax.Array, ...]:
     )
 
 
-def compile_both(heads: int, prefix: int) -> tuple[Any, Any]:
-    shapes = jax.eval_shape(functools.partial(draw_inputs, heads, prefix))
-    expanded = functools.partial(attend_expanded, has_prefix=prefix > 0)
-    latent, expanded = (jax.jit(way).lower(*shapes).compile() for way in (attend_latent, expanded))
-    return latent, expanded
+def compile_cases(cases: tuple) -> list[tuple[Any, Any]]:
+    """Both ways of each case; they are compiled side by side."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = []
+        for heads, prefix in cases:
+            shapes = jax.eval_shape(functools.partial(draw_inputs, heads, prefix))
+            ways = attend_latent, functools.partial(attend_expanded, has_prefix=prefix > 0)
+            programs.append([pool.submit(jax.jit(way).lower(*shapes).compile) for way in ways])
+        return [(latent.result(), expanded.result()) for latent, expanded in programs]
 
 
 def run(runs: int = 8, cases: tuple = CASES) -> Iterator[dict[str, Any]]:
     """Result lines, one a case, without provenance. ``error`` is the distance of the two ways from each other."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = list(pool.map(compile_both, *zip(*cases, strict=True)))
-    for (latent, expanded), (heads, prefix) in zip(programs, cases, strict=True):
+    for (latent, expanded), (heads, prefix) in zip(compile_cases(cases), cases, strict=True):
         inputs = draw_inputs(heads, prefix)
         times = kernel_seconds(latent, [inputs], runs)
         seconds, expanded_seconds = (sum(x.values()) for x in (times, kernel_seconds(expanded, [inputs], runs)))
