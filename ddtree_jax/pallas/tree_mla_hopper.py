@@ -109,6 +109,20 @@ def _zeros(shape, layout):
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
+def _store_weights(weights_ref, top_ref, weights, top):
+    """Both at once; Pallas' own stores, one after the other, would take three more barriers."""
+    tiled = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+    @plgpu.inline_mgpu(arg_types=(tiled, w.REF, _WGMMA, _ROW))
+    def store(_, weights_ref, top_ref, weights, top):
+        # This warp's scores are done, but products of the others may still read what lies there.
+        mgpu.utils.warpgroup_barrier()
+        weights.store_tiled(weights_ref, swizzle=128)
+        top.store_untiled(top_ref, optimized=False)
+
+    store(weights_ref, top_ref, weights, top)
+
+
 def _any_in_warp(moved):
     """Whether it is true of any of the warp's rows."""
 
@@ -147,7 +161,6 @@ def _attend_splits(
     rows_a_tile = min(num_rows, _TILE)
     splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], _TILE, config.num_sms)
     factor = scale * math.log2(math.e)
-    scores = plgpu.ACC((_TILE, _TILE), jnp.float32)
 
     def columns(h, a):
         return pl.ds(h * half + a * part, part)
@@ -245,20 +258,21 @@ def _attend_splits(
 
                 plgpu.commit_smem()
 
-        def issue_scores(ref, t, which):
+        def score(t, which):
             """Scores of tile t; its parts are taken as they arrive."""
-            for h, a in _ORDER[t]:
-                plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
-                plgpu.wgmma(ref, query_s.at[which[h], a], latent_s.at[which[t], h, a].transpose((1, 0)))
-            plgpu.barrier_wait(rotary_bar.at[t])
-            plgpu.wgmma(ref, query_rotary_s, rotary_s.at[which[t]].transpose((1, 0)))
 
-        def score_left(ref, which):
-            issue_scores(ref, 0, which)
-            # A little early, so that the tensor cores do not wait for the peer's products.
-            plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(scored_bar)
-            return ref[...]
+            def multiply(ref):
+                for h, a in _ORDER[t]:
+                    plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
+                    plgpu.wgmma(ref, query_s.at[which[h], a], latent_s.at[which[t], h, a].transpose((1, 0)))
+                plgpu.barrier_wait(rotary_bar.at[t])
+                plgpu.wgmma(ref, query_rotary_s, rotary_s.at[which[t]].transpose((1, 0)))
+                # A little early, so that the tensor cores never wait for the peer's next products.
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(scored_bar.at[t])
+                return ref[...]
+
+            return pl.run_scoped(multiply, plgpu.ACC((_TILE, _TILE), jnp.float32))
 
         def weigh(x, top, t):
             """Weights of tile t by a reference that moves only if a maximum is far above it; both go to the peer as well."""
@@ -266,8 +280,11 @@ def _attend_splits(
             new_top = jnp.where(highest > top + _SLACK, highest, top)
             weights = jnp.exp2(x * factor - _spread(new_top, x.shape))
             rounded = weights.astype(jnp.bfloat16)
-            rotary_s[t] = rounded
-            top_s[t] = new_top
+            if interpret is None:
+                _store_weights(rotary_s.at[t], top_s.at[t], rounded, new_top)
+            else:
+                rotary_s[t] = rounded
+                top_s[t] = new_top
             plgpu.commit_smem()
             plgpu.barrier_arrive(weights_bar.at[t])
             return rounded, new_top, weights.sum(axis=1)
@@ -324,8 +341,9 @@ def _attend_splits(
         def add_pair_left(i, carry, early_words):
             acc, top, total_weight = carry
             tile, which = first + 2 * i, indices(i)
-            x = pl.run_scoped(functools.partial(score_left, which=which), scores)
-            rounded, new_top, sums = weigh(mask(x, tile, early_words), top, 0)
+            x = mask(score(0, which), tile, early_words)
+            rounded, new_top, sums = weigh(x, top, 0)
+            pl.when(2 * i + 1 < count)(lambda: plgpu.barrier_wait(scored_bar.at[1]))
             make_finite(tile, 0, 0)
             acc, total_weight = rescale(acc, total_weight, top, new_top, i > 0)
             acc, _ = add_values(acc, 0, 0, which, rounded)
@@ -343,7 +361,7 @@ def _attend_splits(
         def add_pair_right(i, carry, early_words):
             tile, which = first + 2 * i + 1, indices(i)
             # The tensor cores do one thing at a time, so that one warpgroup's softmax is over when the other's products are.
-            plgpu.barrier_wait(scored_bar)
+            plgpu.barrier_wait(scored_bar.at[0])
 
             def add_peer(acc, top, total_weight, *meanwhile):
                 new_top = receive(tile - 1, 0, 1)
@@ -352,19 +370,15 @@ def _attend_splits(
                 plgpu.barrier_arrive(rotary_free.at[0])
                 return acc, new_top, total_weight, results
 
-            def add_both(*carry):
-                def score_and_add_peer(ref):
-                    issue_scores(ref, 1, which)
+            def add_both(acc, top, total_weight):
+                x = mask(score(1, which), tile, early_words)
 
-                    def weigh_own():
-                        x = ref[...] if interpret is not None else plgpu.wgmma_accumulator_load(ref, wait_n=_PARTS)
-                        return weigh(mask(x, tile, early_words), plgpu.load(top_s.at[0], layout=_ROW), 1)
-
-                    return add_peer(*carry, weigh_own, empty)
+                def weigh_own():
+                    return weigh(x, plgpu.load(top_s.at[0], layout=_ROW), 1)
 
                 row = _zeros((_TILE,), _ROW)
                 empty = [_zeros((_TILE, _TILE), _WGMMA).astype(jnp.bfloat16), row, row]
-                acc, top, total_weight, results = pl.run_scoped(score_and_add_peer, scores)
+                acc, top, total_weight, results = add_peer(acc, top, total_weight, weigh_own, empty)
                 rounded, new_top, sums = results
                 make_finite(tile, 1, 1)
                 acc, total_weight = rescale(acc, total_weight, top, new_top)
@@ -382,44 +396,35 @@ def _attend_splits(
             zero = i & lax.shift_right_logical(length, jnp.int32(31))
             return zero, zero + 1
 
-        @pl.when((warpgroup < 2) & (count > 0))
-        def _():
+        def compute(add_pair, h):
             plgpu.set_max_registers(config.compute_registers, action="increase")
             # Early, since they come from device memory. Prefill has too many to keep.
             early_words = load_words(0) if tree_tiles == 1 else None
             plgpu.barrier_wait(query_bar)
             row = _zeros((_TILE,), _ROW)
             carry = [_zeros((_TILE, part), _WGMMA) for _ in range(_PARTS)], row + split.LOWEST, row
-            left, right = (functools.partial(add, early_words=early_words) for add in (add_pair_left, add_pair_right))
-            acc, top, total_weight = lax.cond(
-                warpgroup == 0,
-                lambda carry: lax.fori_loop(0, pairs, left, carry),
-                lambda carry: lax.fori_loop(0, pairs, right, carry),
-                carry,
-            )
+            add_pair = functools.partial(add_pair, early_words=early_words)
+            acc, top, total_weight = lax.fori_loop(0, pairs, add_pair, carry)
 
-            sum_s[warpgroup] = total_weight
+            sum_s[h] = total_weight
             plgpu.barrier_arrive(done_bar)
             plgpu.barrier_wait(done_bar)
-            total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - warpgroup], layout=_ROW), 1e-30)
+            total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - h], layout=_ROW), 1e-30)
             for a in range(_PARTS):
-                query_s[warpgroup, a] = (acc[a] * _spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
-
-            @pl.when(warpgroup == 0)
-            def _():
+                query_s[h, a] = (acc[a] * _spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
+            if h == 0:
                 lse = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
                 lse_s[...] = _spread(lse, lse_s.shape)
-
             plgpu.commit_smem()
             for a in range(_PARTS):
-                filled = query_s.at[warpgroup, a, pl.ds(0, rows_a_tile)]
-                plgpu.copy_smem_to_gmem(filled, out_g.at[b, at_rows, s, columns(warpgroup, a)])
-
-            @pl.when(warpgroup == 0)
-            def _():
+                filled = query_s.at[h, a, pl.ds(0, rows_a_tile)]
+                plgpu.copy_smem_to_gmem(filled, out_g.at[b, at_rows, s, columns(h, a)])
+            if h == 0:
                 plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(0, rows_a_tile)], lse_g.at[b, at_rows, s])
-
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.when((warpgroup == 0) & (count > 0))(lambda: compute(add_pair_left, 0))
+        pl.when((warpgroup == 1) & (count > 0))(lambda: compute(add_pair_right, 1))
 
     kernel = plgpu.kernel(
         body,
@@ -444,10 +449,7 @@ def _attend_splits(
             plgpu.Barrier(num_arrivals=2 * _PARTS + 1),
             plgpu.Barrier(num_barriers=4 * _PARTS),
             plgpu.Barrier(num_barriers=4 * _PARTS),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=2),
+            *(plgpu.Barrier(num_barriers=2) for _ in range(4)),
             plgpu.Barrier(num_arrivals=2),
         ],
         interpret=interpret,
