@@ -48,10 +48,11 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"bench_kernels: unknown argument {arguments[1]}")
     if jax.default_backend() != "gpu":
         sys.exit(f"bench_kernels: the device is {jax.devices()[0].device_kind}; a GPU is needed")
-    lines = []
+    # Before the first line is written, which changes the working tree.
+    lines, made_by = [], provenance()
     print(f"{'ceiling us':>10} {'reference us':>12} {'ours us':>8} {'share':>6} {'error':>7}  case")
     for line in measure():
-        lines.append(line | provenance())
+        lines.append(line | made_by)
         reference = line.get("reference_seconds")
         case = {name: value for name, value in line["case"].items() if name != "seed"}
         print(
