@@ -1,0 +1,156 @@
+"""Writes one Orbax item, array by array and chunk by chunk, so that no array is ever whole in memory.
+
+::
+
+    layer_3.partial/ ──► layer_3/           by one rename, behind everything in it
+      _METADATA                             Orbax's list of arrays: plain Zarr 2, no OCDBT
+      gate_up_EMKmw/.zarray                 shape, chunks, dtype; no compression, so that a chunk is a file of its bytes
+      gate_up_EMKmw/0.3.0.0.0               chunk 3 of the second axis: one device's shard of 12 experts
+
+Orbax's own writer takes arrays that are whole. What is written here is what it would write, and Orbax reads it.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddtree_jax.checkpoint import StoredArray
+from ddtree_jax.sharding import RULES, ArrayInfo
+
+SHARDS = 8
+"""Chunks divide an axis that a mesh may split into so many, as far as its size allows."""
+
+MAX_CHUNK_BYTES = 1 << 25
+
+
+def chunk_shape(info: ArrayInfo, stored: StoredArray, sizes: dict[str, int]) -> tuple[int, ...]:
+    """Shape of an array's chunks: no chunk crosses two shards of a mesh of these or smaller sizes, nor of 8 devices.
+
+    Chunks divide the array evenly. They are cut further along the first axis until they have at most 32 MiB.
+    """
+    shape = [
+        size // math.gcd(size, math.lcm(SHARDS, sizes[RULES[axis]])) if axis in RULES else size
+        for size, axis in zip(stored.shape, info.axes, strict=True)
+    ]
+    while math.prod(shape) * np.dtype(stored.dtype).itemsize > MAX_CHUNK_BYTES and shape[0] > 1:
+        shape[0] //= next(factor for factor in range(2, shape[0] + 1) if shape[0] % factor == 0)
+    return tuple(shape)
+
+
+def chunk_files(name: str, shape: tuple[int, ...], chunks: tuple[int, ...]) -> Iterator[str]:
+    """Names of all chunk files of an array, relative to its item."""
+    counts = [size // chunk for size, chunk in zip(shape, chunks, strict=True)]
+    for place in itertools.product(*map(range, counts)):
+        yield f"{name}/{'.'.join(map(str, place))}"
+
+
+class ItemWriter:
+    """Writes an item into a folder beside its place. Methods may be called from several threads."""
+
+    def __init__(self, directory: Path, name: str, arrays: dict[str, tuple[StoredArray, tuple[int, ...]]]):
+        """``arrays`` has each array's shape and dtype, and the shape of its chunks. Leftovers are removed."""
+        self.path = directory / name
+        self._partial = directory / f"{name}.partial"
+        self._chunks = {array: chunks for array, (_, chunks) in arrays.items()}
+        remove(self._partial)
+        self._partial.mkdir()
+        write_file(self._partial / "_METADATA", _item_metadata(arrays).encode())
+        for array, (stored, chunks) in arrays.items():
+            (self._partial / array).mkdir()
+            write_file(self._partial / array / ".zarray", _array_metadata(stored, chunks).encode())
+
+    def write_slab(self, array: str, start: int, slab: np.ndarray) -> dict[str, tuple[int, str]]:
+        """Writes all chunks in some rows of an array, whole chunks from ``start`` on; size and SHA-256 by file name."""
+        chunks = self._chunks[array]
+        counts = [size // chunk for size, chunk in zip(slab.shape, chunks, strict=True)]
+        written = {}
+        for place in itertools.product(*map(range, counts)):
+            where = tuple(slice(i * chunk, (i + 1) * chunk) for i, chunk in zip(place, chunks, strict=True))
+            data = np.ascontiguousarray(slab[where]).reshape(-1).view(np.uint8)
+            name = f"{array}/{'.'.join(map(str, (start // chunks[0] + place[0], *place[1:])))}"
+            write_file(self._partial / name, data)
+            written[name] = (data.nbytes, hashlib.sha256(data).hexdigest())
+        return written
+
+    def commit(self) -> None:
+        """Gives the item its name, once everything in it is on the disk."""
+        for array in self._chunks:
+            sync_folder(self._partial / array)
+        sync_folder(self._partial)
+        remove(self.path)
+        self._partial.rename(self.path)
+        sync_folder(self.path.parent)
+
+    def abandon(self) -> None:
+        remove(self._partial)
+
+
+def _item_metadata(arrays: Iterable[str]) -> str:
+    def entry(name: str) -> dict[str, Any]:
+        return {
+            "key_metadata": [{"key": name, "key_type": 2}],
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+        }
+
+    tree = {str((name,)): entry(name) for name in arrays}
+    formats = {"use_ocdbt": False, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
+    return json.dumps({"tree_metadata": tree, **formats, "custom_metadata": None})
+
+
+def _array_metadata(stored: StoredArray, chunks: tuple[int, ...]) -> str:
+    dtype = np.dtype(stored.dtype)
+    return json.dumps(
+        {
+            "zarr_format": 2,
+            "shape": stored.shape,
+            "chunks": chunks,
+            "dtype": stored.dtype if dtype.kind == "V" else dtype.str,
+            "order": "C",
+            "compressor": None,
+            "filters": None,
+            "fill_value": None,
+            "dimension_separator": ".",
+        }
+    )
+
+
+def write_file(path: Path, data: bytes | np.ndarray) -> None:
+    """Writes a file and waits until it is on the disk; it then needs no place in memory."""
+    view = memoryview(data)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        while len(view):
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file so that it holds the old or the new content, whatever happens."""
+    partial = path.with_name(f"{path.name}.partial")
+    write_file(partial, data)
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
