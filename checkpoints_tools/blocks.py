@@ -24,14 +24,15 @@ class BlockPacker:
     """
 
     def __init__(self, columns: int):
-        self._num_columns = -(-columns // BLOCK_COLUMNS)
-        self._index = _gather_index(self._num_columns)
-        num_words = BLOCK_ROWS * self._num_columns * _WORDS_A_BLOCK_ROW
+        num_columns = -(-columns // BLOCK_COLUMNS)
+        num_words = num_columns * WEIGHT_WORDS
         # Padding is zero and stays so: only what lies inside the columns is ever written.
-        self._tile = np.zeros(num_words + self._num_columns * (BLOCK_WORDS - WEIGHT_WORDS), np.uint32)
-        self._words = self._tile[:num_words].reshape(4, 2, 8, -1)
+        self._tile = np.zeros(num_columns * BLOCK_WORDS, np.uint32)
+        self._words = self._tile[:num_words].reshape(4, 8, -1, 2)
         self._scales = self._tile[num_words:].reshape(4, 8, -1)
-        self._blocks = np.empty((self._num_columns, BLOCK_WORDS), np.uint32)
+        self._scratch = np.empty((2, *self._words.shape[:3]), np.uint32)
+        self._index = _gather_index(num_columns)
+        self._blocks = np.empty((num_columns, BLOCK_WORDS), np.uint32)
 
     def pack_gate_up(self, gate: tuple, up: tuple, out_MKmw: np.ndarray) -> None:
         """Blocks of the words and scales of gate and of up, 32 features of both a block."""
@@ -49,13 +50,11 @@ class BlockPacker:
     def _pack_row(self, low: list, high: list, out_MKmw: np.ndarray, row: int) -> None:
         num_words, num_groups = low[0].shape[-1], low[1].shape[-1]
         for half, (words, _) in enumerate((low, high)):
-            self._words[:, half, :, :num_words] = words.reshape(4, 8, num_words)
-        _reorder(self._words[..., :num_words])
+            _reorder(words.reshape(4, 8, -1), self._scratch[..., :num_words], self._words[:, :, :num_words, half])
         scales = self._scales[..., :num_groups]
-        scales[...] = high[1].reshape(4, 8, num_groups)
-        np.left_shift(scales, 16, out=scales)
-        np.bitwise_or(scales, low[1].reshape(4, 8, num_groups), out=scales)
-        np.take(self._tile, self._index, out=self._blocks, mode="clip")
+        np.left_shift(high[1].reshape(4, 8, -1), 16, out=scales, dtype=np.uint32, casting="unsafe")
+        np.bitwise_or(scales, low[1].reshape(4, 8, -1), out=scales)
+        np.take(self._tile.view(np.uint64), self._index, out=self._blocks.view(np.uint64), mode="clip")
         group, place = divmod(row, out_MKmw.shape[2])
         out_MKmw[group, :, place] = self._blocks
 
@@ -68,24 +67,28 @@ def _block_rows(array: np.ndarray, row: int) -> np.ndarray:
 
 
 def _gather_index(num_columns: int) -> np.ndarray:
-    """Place in a tile, words [warp, half, r, K, q, t] and then scales [warp, r, K, q], of every word of a block row."""
-    words = np.arange(num_columns * WEIGHT_WORDS).reshape(4, 2, 8, num_columns, 2, 4)
-    scales = words.size + np.arange(num_columns * (BLOCK_WORDS - WEIGHT_WORDS)).reshape(4, 8, num_columns, 2)
+    """Place in a tile of every two words [K, 288]: of words [warp, r, K, q, t] by halves, of scales [warp, r, K] by q."""
+    words = np.arange(num_columns * WEIGHT_WORDS // 2).reshape(4, 8, num_columns, 2, 4)
+    scales = words.size + np.arange(num_columns * (BLOCK_WORDS - WEIGHT_WORDS) // 2).reshape(4, 8, num_columns)
     return np.concatenate(
         [
-            words.transpose(3, 0, 2, 5, 4, 1).reshape(num_columns, WEIGHT_WORDS),
-            scales.transpose(2, 0, 1, 3).reshape(num_columns, -1),
+            words.transpose(2, 0, 1, 4, 3).reshape(num_columns, -1),
+            scales.transpose(2, 0, 1).reshape(num_columns, -1),
         ],
         axis=1,
     )
 
 
-def _reorder(words: np.ndarray) -> None:
-    """Puts nibbles 0 1 2 3 4 5 6 7 in the order 0 2 4 6 1 3 5 7, in place: first 1 with 2 and 5 with 6, then bytes."""
-    for shift, mask in ((4, 0x00F000F0), (8, 0x0000FF00)):
-        swapped = words >> np.uint32(shift)
-        swapped ^= words
-        swapped &= np.uint32(mask)
-        words ^= swapped
-        swapped <<= np.uint32(shift)
-        words ^= swapped
+def _reorder(words: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
+    """Nibbles 0 1 2 3 4 5 6 7 in the order 0 2 4 6 1 3 5 7: first 1 changes with 2 and 5 with 6, then the inner bytes.
+
+    ``scratch`` has room for the words twice. ``out`` has gaps, and is written to once.
+    """
+    swapped, half_way = scratch
+    for shift, mask, target in ((4, 0x00F000F0, half_way), (8, 0x0000FF00, out)):
+        np.right_shift(words, np.uint32(shift), out=swapped)
+        np.bitwise_xor(swapped, words, out=swapped)
+        np.bitwise_and(swapped, np.uint32(mask), out=swapped)
+        np.multiply(swapped, np.uint32(1 + (1 << shift)), out=swapped)  # itself, and itself shifted back
+        np.bitwise_xor(words, swapped, out=target)
+        words = target

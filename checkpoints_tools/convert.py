@@ -12,6 +12,7 @@ Killed at any moment it goes on, run again, behind the last part in its manifest
 """
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import shutil
@@ -98,7 +99,7 @@ def convert(
             config=values,
             mesh=mesh,
             source_files=source_files(tensors),
-            source_sha256={part: record.source_sha256 for part, record in manifest.parts.items()},
+            source_sha256=manifest.source_sha256(),
             tokenizer_files=[name for name in TOKENIZER_FILES if (source / name).is_file()],
             arrays=stored_arrays(stored),
         )
@@ -113,7 +114,7 @@ def convert(
             raise ValueError(f"{source} can't be converted ({done}):\n  " + "\n  ".join(errors))
         for name in metadata.tokenizer_files:
             replace_file(out / name, (source / name).read_bytes())
-        metadata.source_sha256.update({part: record.source_sha256 for part, record in manifest.parts.items()})
+        metadata = dataclasses.replace(metadata, source_sha256=manifest.source_sha256())
         replace_file(out / METADATA_FILE, metadata.to_json().encode())
     return metadata
 
@@ -157,7 +158,7 @@ def _check_folder(out: Path) -> None:
     if METADATA_FILE in names and MANIFEST_FILE not in names:
         read_metadata(out)
         raise ValueError(f"{out} holds a checkpoint without {MANIFEST_FILE}; delete it or choose another folder")
-    if names and not {MARKER, MANIFEST_FILE} & set(names):
+    if names and not {MARKER, MANIFEST_FILE} & set(names):  # a death leaves the marker
         raise ValueError(f"{out} holds {', '.join(names)}, not of an unfinished conversion; an empty folder is needed")
 
 
@@ -178,7 +179,10 @@ def claim(out: Path) -> Iterator[None]:
             fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"{out}: another run is converting into it; wait until it ends") from error
-        yield
+        try:
+            yield
+        finally:
+            (out / MARKER).unlink()
 
 
 def _resume(out: Path, fresh: Manifest, tensors: TensorSource, key_map: KeyMap) -> Manifest:
@@ -208,7 +212,8 @@ def _resume(out: Path, fresh: Manifest, tensors: TensorSource, key_map: KeyMap) 
     changed = {name for name in fresh.source.keys() | found.source if fresh.source.get(name) != found.source.get(name)}
     fresh.checked = {name: digest for name, digest in found.checked.items() if name not in changed}
     _check_unchanged(out, fresh, changed, tensors, key_map)
-    fresh.write(out)
+    if fresh != found:
+        fresh.write(out)
     return fresh
 
 

@@ -10,13 +10,13 @@
 Orbax's own writer takes arrays that are whole. What is written here is what it would write, and Orbax reads it.
 """
 
-import hashlib
 import itertools
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,30 +45,30 @@ def chunk_shape(info: ArrayInfo, stored: StoredArray, sizes: dict[str, int]) -> 
     return tuple(shape)
 
 
-def chunk_files(name: str, shape: tuple[int, ...], chunks: tuple[int, ...]) -> Iterator[str]:
-    """Names of all chunk files of an array, relative to its item."""
-    counts = [size // chunk for size, chunk in zip(shape, chunks, strict=True)]
-    for place in itertools.product(*map(range, counts)):
-        yield f"{name}/{'.'.join(map(str, place))}"
-
-
 class ItemWriter:
     """Writes an item into a folder beside its place. Methods may be called from several threads."""
 
     def __init__(self, directory: Path, name: str, arrays: dict[str, tuple[StoredArray, tuple[int, ...]]]):
-        """``arrays`` has each array's shape and dtype, and the shape of its chunks. Leftovers are removed."""
+        """``arrays`` has each array's shape and dtype, and the shape of its chunks. Leftovers are removed.
+
+        ``described`` has size and CRC-32 of the files that describe the item and its arrays.
+        """
         self.path = directory / name
         self._partial = directory / f"{name}.partial"
         self._chunks = {array: chunks for array, (_, chunks) in arrays.items()}
         remove(self._partial)
         self._partial.mkdir()
-        write_file(self._partial / "_METADATA", _item_metadata(arrays).encode())
-        for array, (stored, chunks) in arrays.items():
+        for array in arrays:
             (self._partial / array).mkdir()
-            write_file(self._partial / array / ".zarray", _array_metadata(stored, chunks).encode())
+        texts = {f"{array}/.zarray": _array_metadata(*arrays[array]) for array in arrays}
+        texts["_METADATA"] = _item_metadata(arrays)
+        self.described = {}
+        for name, text in texts.items():
+            write_file(self._partial / name, text.encode())
+            self.described[name] = (len(text.encode()), zlib.crc32(text.encode()))
 
-    def write_slab(self, array: str, start: int, slab: np.ndarray) -> dict[str, tuple[int, str]]:
-        """Writes all chunks in some rows of an array, whole chunks from ``start`` on; size and SHA-256 by file name."""
+    def write_slab(self, array: str, start: int, slab: np.ndarray) -> dict[str, tuple[int, int]]:
+        """Writes all chunks in some rows of an array, whole chunks from ``start`` on; size and CRC-32 by file name."""
         chunks = self._chunks[array]
         counts = [size // chunk for size, chunk in zip(slab.shape, chunks, strict=True)]
         written = {}
@@ -77,7 +77,7 @@ class ItemWriter:
             data = np.ascontiguousarray(slab[where]).reshape(-1).view(np.uint8)
             name = f"{array}/{'.'.join(map(str, (start // chunks[0] + place[0], *place[1:])))}"
             write_file(self._partial / name, data)
-            written[name] = (data.nbytes, hashlib.sha256(data).hexdigest())
+            written[name] = (data.nbytes, zlib.crc32(data))
         return written
 
     def commit(self) -> None:

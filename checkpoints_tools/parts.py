@@ -23,7 +23,7 @@ from ddtree_jax.sharding import Parameters
 class _Done(NamedTuple):
     """What one task of the pool did."""
 
-    files: dict[str, tuple[int, str]]
+    files: dict[str, tuple[int, int]]
     findings: Findings
     num_bytes: int
 
@@ -95,7 +95,7 @@ class Converter:
         writer = ItemWriter(self._out, part, arrays)
         stop = threading.Event()
         futures = [pool.submit(task, *args, stop) for task, *args in self._tasks(part, writer)]
-        record, errors, start = PartRecord("", {}), [], self._state.num_bytes
+        record, errors, start = PartRecord("", dict(writer.described)), [], self._state.num_bytes
         digests: dict[str, str] = {}
         try:
             for future in as_completed(futures):
@@ -115,8 +115,10 @@ class Converter:
             self._state = self._state._replace(num_bytes=start + self._num_bytes(part))
             return sorted(set(errors))
         record.source_sha256 = _combine(digests, self._source)
+        record.files = dict(sorted(record.files.items()))
         writer.commit()
-        self._manifest.parts[part] = record
+        parts = self._manifest.parts | {part: record}
+        self._manifest.parts = {name: parts[name] for name in self._arrays if name in parts}
         self._manifest.write(self._out)
         return []
 

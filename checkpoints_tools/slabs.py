@@ -50,27 +50,17 @@ def slabs_of(array: str, stored: StoredArray, chunks: tuple[int, ...]) -> Iterat
         yield Slab(array, start, start + chunks[0])
 
 
-def pieces_of(array: str, pieces: dict[str, list[Piece]]) -> list[Piece]:
-    """Every piece that goes into a stored array; ``pieces`` are those of its part."""
-    return [piece for name in PUBLISHED.get(array, (array,)) for piece in pieces[name]]
-
-
 def coverage_faults(array: str, stored: StoredArray, pieces: dict[str, list[Piece]]) -> Iterator[str]:
     """What keeps an array from being filled exactly once, a sentence each: a fault of the key map, not of a source."""
     for name in PUBLISHED.get(array, (array,)):
-        indices = [piece.index for piece in pieces.get(name, [])]
-        if not indices:
-            yield f"{name} has no pieces"
-        elif array in PUBLISHED:
-            pairs = [2] * (name.startswith("gate_up"))
-            needed = set(itertools.product(*map(range, (stored.shape[0], *pairs))))
-            if set(indices) != needed or len(indices) != len(needed):
-                yield f"{name} is not filled once"
+        indices = sorted(piece.index for piece in pieces.get(name, []))
+        if array in PUBLISHED:
+            sizes = (stored.shape[0], 2) if name.startswith("gate_up") else stored.shape[:1]
         else:
-            needed = set(itertools.product(*map(range, stored.shape[: len(indices[0])])))
-            if set(indices) != needed or len(indices) != len(needed):
-                yield f"{name} is not filled once"
+            sizes = stored.shape[: len(indices[0])] if indices else ()
             yield from (f"{piece.tensor} does not fit {stored}" for piece in pieces[name] if not _fits(stored, piece))
+        if indices != list(itertools.product(*map(range, sizes))):
+            yield f"{name} is not filled once"
 
 
 def _fits(stored: StoredArray, piece: Piece) -> bool:
@@ -101,11 +91,6 @@ def fill_slab(slab: Slab, stored: StoredArray, pieces: dict[str, list[Piece]], s
             values[place] = _look_at(piece.tensor, source, findings)
             source.release(piece.tensor)
     return values, findings
-
-
-def is_looked_at_alone(piece: Piece) -> bool:
-    """Whether a tensor is hashed and checked by `examine`, since slabs may take it piecemeal."""
-    return not piece.index
 
 
 def examine(tensor: str, source: TensorSource) -> Findings:

@@ -79,7 +79,7 @@ def _cut(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
 
 def _tensors(config: dict[str, Any]) -> Iterator[_Tensor]:
     """Every tensor, in the order of the layers, those that an engine leaves unread in front of them."""
-    model = recognise(config, Path(CONFIG_FILE))
+    model = recognise(config, Path("the config to synthesize"))
     prefix = WRAPPER_PREFIX if "text_config" in config else ""
     if prefix:
         yield _Tensor("vision_tower.patch_embed.proj.weight", "BF16", (64, 3, 14, 14))

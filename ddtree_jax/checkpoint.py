@@ -158,7 +158,7 @@ def load(directory: str | Path, parameters: Parameters, mesh: Mesh, dtype: Any) 
     with ocp.StandardCheckpointer() as checkpointer:
 
         def load_part(part: str, infos: dict[str, ArrayInfo]) -> dict[str, jax.Array]:
-            as_stored = loaded_as_stored(infos, mesh)
+            as_stored = loaded_as_stored(infos, mesh.shape)
             if not as_stored:
                 infos = {n: over_experts_alone(i) if n in ExpertBlocks._fields else i for n, i in infos.items()}
             wanted = {
@@ -178,7 +178,7 @@ def _restore(checkpointer: Any, path: Path, wanted: dict[str, jax.ShapeDtypeStru
     try:
         return checkpointer.restore(path, wanted)
     except Exception as error:  # Orbax and its readers raise the bare class too.
-        raise ValueError(f"{path} can't be read; convert again ({error})") from error
+        raise ValueError(f"{path} can't be read; convert again ({str(error).split('. See full')[0]})") from error
 
 
 def _check_arrays(directory: Path, stored: Mapping[str, Any], needed: Mapping[str, Any]) -> None:

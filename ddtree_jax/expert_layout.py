@@ -12,6 +12,7 @@ On a mesh whose shards would cut a group or a block, blocks are turned back to p
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -62,11 +63,11 @@ def _store(infos: dict[str, ArrayInfo], tensor: int) -> dict[str, ArrayInfo]:
     return {name: info for name, info in infos.items() if name not in ExpertWeights._fields} | blocks._asdict()
 
 
-def loaded_as_stored(stored: dict[str, ArrayInfo], mesh: Mesh) -> bool:
-    """Whether every shard of a mesh is a slice of the stored blocks. True of a part without blocks."""
+def loaded_as_stored(stored: Mapping[str, ArrayInfo], sizes: Mapping[str, int]) -> bool:
+    """Whether every shard of a mesh, given as its axes' sizes, is a slice of the stored blocks. True where none are."""
     blocks = [stored[name] for name in ExpertBlocks._fields if name in stored]
     return all(
-        size % mesh.shape[RULES[axis]] == 0
+        size % sizes[RULES[axis]] == 0
         for info in blocks
         for size, axis in zip(info.shape, info.axes, strict=True)
         if axis
