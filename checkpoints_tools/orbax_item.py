@@ -28,19 +28,21 @@ from ddtree_jax.sharding import RULES, ArrayInfo
 SHARDS = 8
 """Chunks divide an axis that a mesh may split into so many, as far as its size allows."""
 
-MAX_CHUNK_BYTES = 1 << 25
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1 << 14, 1 << 25
 
 
 def chunk_shape(info: ArrayInfo, stored: StoredArray, sizes: dict[str, int]) -> tuple[int, ...]:
     """Shape of an array's chunks: no chunk crosses two shards of a mesh of these or smaller sizes, nor of 8 devices.
 
-    Chunks divide the array evenly. They are cut further along the first axis until they have at most 32 MiB.
+    Chunks divide the array evenly. They are cut further along the first axis until they have at most 32 MiB. A cut that
+    would leave less than 16 KiB is not made: a file of its own would cost more than reading all of it.
     """
-    shape = [
-        size // math.gcd(size, math.lcm(SHARDS, sizes[RULES[axis]])) if axis in RULES else size
-        for size, axis in zip(stored.shape, info.axes, strict=True)
-    ]
-    while math.prod(shape) * np.dtype(stored.dtype).itemsize > MAX_CHUNK_BYTES and shape[0] > 1:
+    shape, width = list(stored.shape), np.dtype(stored.dtype).itemsize
+    for place, axis in enumerate(info.axes):
+        cuts = math.gcd(shape[place], math.lcm(SHARDS, sizes[RULES[axis]])) if axis in RULES else 1
+        room = max(math.prod(shape) * width // MIN_CHUNK_BYTES, 1)
+        shape[place] //= next(cut for cut in range(min(cuts, room), 0, -1) if cuts % cut == 0)
+    while math.prod(shape) * width > MAX_CHUNK_BYTES and shape[0] > 1:
         shape[0] //= next(factor for factor in range(2, shape[0] + 1) if shape[0] % factor == 0)
     return tuple(shape)
 

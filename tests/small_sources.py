@@ -25,7 +25,9 @@ def target_config(num_layers: int = 3, **changes: Any) -> dict[str, Any]:
 
 def drafter_config(name: str) -> dict[str, Any]:
     """A published drafter's config with small sizes."""
-    return json.loads((CONFIGS / f"{name}.json").read_text()) | {
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    config["dflash_config"] |= {"mask_token_id": 255}
+    return config | {
         "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16,
         "vocab_size": 256,
     }  # fmt: skip
