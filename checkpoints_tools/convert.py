@@ -99,7 +99,7 @@ def convert(
             config=values,
             mesh=mesh,
             source_files=source_files(tensors),
-            source_sha256=manifest.source_sha256(),
+            source_checksums=manifest.source_checksums(),
             tokenizer_files=[name for name in TOKENIZER_FILES if (source / name).is_file()],
             arrays=stored_arrays(stored),
         )
@@ -114,7 +114,7 @@ def convert(
             raise ValueError(f"{source} can't be converted ({done}):\n  " + "\n  ".join(errors))
         for name in metadata.tokenizer_files:
             replace_file(out / name, (source / name).read_bytes())
-        metadata = dataclasses.replace(metadata, source_sha256=manifest.source_sha256())
+        metadata = dataclasses.replace(metadata, source_checksums=manifest.source_checksums())
         replace_file(out / METADATA_FILE, metadata.to_json().encode())
     return metadata
 
@@ -225,7 +225,7 @@ def _check_unchanged(out: Path, manifest: Manifest, changed: set[str], tensors: 
         if not files & changed and not {file for file in files if file not in manifest.source}:
             continue
         print(f"{part} came from files that have changed; comparing with the source", file=sys.stderr)
-        if hash_part(part, key_map, tensors) != record.source_sha256:
+        if hash_part(part, key_map, tensors) != record.source_checksum:
             others.append(f"{part} was converted from other bytes than {', '.join(sorted(files))} now has")
     if others:
         raise ValueError(
@@ -243,7 +243,7 @@ def _identities(tensors: TensorSource) -> dict[str, dict[str, Any]]:
 
 
 def _is_finished(out: Path, metadata: Metadata, stored: Parameters) -> bool:
-    if not (out / METADATA_FILE).exists() or metadata.source_sha256.keys() != stored.keys():
+    if not (out / METADATA_FILE).exists() or metadata.source_checksums.keys() != stored.keys():
         return False
     with contextlib.suppress(ValueError):
         return read_metadata(out) == metadata and all((out / name).exists() for name in metadata.tokenizer_files)

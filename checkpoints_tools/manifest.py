@@ -3,7 +3,7 @@
 ::
 
     source   {file: bytes, SHA-256 of its header or of all of it, time of change}
-    parts    {part: SHA-256 of the source tensors that went in, {file: bytes and CRC-32}}
+    parts    {part: checksum of the source tensors that went in, {file: bytes and CRC-32}}
     checked  {shard: SHA-256, as published and as found}
 
 A part that stands here is on the disk and is not converted again. It stays true of another copy of the source as long as
@@ -24,9 +24,13 @@ MANIFEST_FILE = "manifest.json"
 
 @dataclass(slots=True)
 class PartRecord:
-    """A finished part. ``files`` has size and CRC-32 of every file, relative to the part's folder."""
+    """A finished part.
 
-    source_sha256: str
+    ``source_checksum`` is the SHA-256 of names, dtypes, shapes and CRC-32 of its tensors; ``files`` has size and CRC-32 of
+    every file, relative to the part's folder.
+    """
+
+    source_checksum: str
     files: dict[str, tuple[int, int]]
 
 
@@ -41,8 +45,8 @@ class Manifest:
     parts: dict[str, PartRecord] = field(default_factory=dict)
     checked: dict[str, str] = field(default_factory=dict)
 
-    def source_sha256(self) -> dict[str, str]:
-        return {part: record.source_sha256 for part, record in self.parts.items()}
+    def source_checksums(self) -> dict[str, str]:
+        return {part: record.source_checksum for part, record in self.parts.items()}
 
     def write(self, out: Path) -> None:
         values = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
@@ -67,7 +71,7 @@ def read_manifest(out: Path) -> Manifest | None:
             )
         parts = {
             part: PartRecord(
-                record["source_sha256"], {name: (size, crc) for name, (size, crc) in record["files"].items()}
+                record["source_checksum"], {name: (size, crc) for name, (size, crc) in record["files"].items()}
             )
             for part, record in values.pop("parts").items()
         }

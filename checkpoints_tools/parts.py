@@ -96,7 +96,7 @@ class Converter:
         stop = threading.Event()
         futures = [pool.submit(task, *args, stop) for task, *args in self._tasks(part, writer)]
         record, errors, start = PartRecord("", dict(writer.described)), [], self._state.num_bytes
-        digests: dict[str, str] = {}
+        digests: dict[str, int] = {}
         try:
             for future in as_completed(futures):
                 done = _result(future)
@@ -114,7 +114,7 @@ class Converter:
             writer.abandon()
             self._state = self._state._replace(num_bytes=start + self._num_bytes(part))
             return sorted(set(errors))
-        record.source_sha256 = _combine(digests, self._source)
+        record.source_checksum = _combine(digests, self._source)
         record.files = dict(sorted(record.files.items()))
         writer.commit()
         parts = self._manifest.parts | {part: record}
@@ -164,16 +164,16 @@ def _result(future: Future) -> _Done:
 
 
 def hash_part(part: str, key_map: KeyMap, source: TensorSource) -> str:
-    """SHA-256 of all tensors that go into a part, as its record has it."""
-    digests: dict[str, str] = {}
+    """Checksum of all tensors that go into a part, as its record has it."""
+    digests: dict[str, int] = {}
     for tensor in sorted(key_map.tensors_of(part)):
         digests |= examine(tensor, source).digests
     return _combine(digests, source)
 
 
-def _combine(digests: dict[str, str], source: TensorSource) -> str:
+def _combine(digests: dict[str, int], source: TensorSource) -> str:
     lines = (
-        f"{name} {source.entries[name].dtype} {source.entries[name].shape} {digests[name]}\n"
+        f"{name} {source.entries[name].dtype} {source.entries[name].shape} {digests[name]:08x}\n"
         for name in sorted(digests)
     )
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -259,7 +259,7 @@ def _compare_checksums(source: Path, checkpoint: Path) -> Iterator[str]:
             path = checkpoint / part / name
             if path.is_file() and zlib.crc32(path.read_bytes()) != crc:
                 yield f"{path} is not as it was written"
-        if hash_part(part, key_map, tensors) != record.source_sha256:
+        if hash_part(part, key_map, tensors) != record.source_checksum:
             yield f"{part} was converted from other bytes than {source} has"
 
 

@@ -50,15 +50,15 @@ class Metadata:
 
     ``config`` is the Hugging Face ``config.json`` as read; ``mesh`` the one that the layout was chosen for;
     ``source_files`` has size and SHA-256 (of the header alone where there is one) of each file that was converted;
-    ``source_sha256`` that of all tensors of each part; ``tokenizer_files`` names those beside this file; ``arrays`` has
-    the stored arrays of each part.
+    ``source_checksums`` the SHA-256 of names, dtypes, shapes and CRC-32 of each part's tensors; ``tokenizer_files`` names
+    those beside this file; ``arrays`` has the stored arrays of each part.
     """
 
     kind: str
     config: dict[str, Any]
     mesh: str
     source_files: dict[str, dict[str, int | str]]
-    source_sha256: dict[str, str]
+    source_checksums: dict[str, str]
     tokenizer_files: list[str]
     arrays: dict[str, dict[str, StoredArray]]
 

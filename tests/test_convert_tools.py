@@ -180,7 +180,7 @@ def test_inspect_counts_what_k26_takes_on_each_mesh():
     config = json.loads((CONFIGS / "kimi_k26.json").read_text())
     stored = stored_parameters(kimi.parameters(KimiConfig.from_hf(config)), "tensor=8")
     metadata = Metadata(
-        kind="kimi", config=config, mesh="tensor=8", source_files={}, source_sha256={}, tokenizer_files=[],
+        kind="kimi", config=config, mesh="tensor=8", source_files={}, source_checksums={}, tokenizer_files=[],
         arrays=stored_arrays(stored),
     )  # fmt: skip
     sizes = inspect.sizes_by_kind(metadata)
