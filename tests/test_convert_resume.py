@@ -240,7 +240,7 @@ def test_lost_or_shortened_files_of_a_part_are_made_again(written, tmp_path, cap
     out = tmp_path / "out"
     shutil.copytree(written / "out", out)
     (out / "layer_1/q_a_DA/.zarray").unlink()
-    (out / "layer_2/gate_up_EMKmw/0.3.0.0.0").write_bytes(b"short")
+    (out / "layer_2/gate_up_EMKmw/3.0.0.0.0").write_bytes(b"short")
     assert_right_run_succeeds(written, written / "source", out)
     assert capsys.readouterr().err.count("is not as it was written; it is converted again") == 2
 
