@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from absl import app, flags
 
 from checkpoints_tools.key_map import KeyMap, dflash_key_map, kimi_key_map
-from checkpoints_tools.manifest import MANIFEST_FILE, Manifest, find_lost, read_manifest
+from checkpoints_tools.manifest import Manifest, find_lost, read_manifest
 from checkpoints_tools.orbax_item import replace_file
 from checkpoints_tools.parts import Converter, hash_part
 from checkpoints_tools.progress import Progress, Reporter
@@ -39,7 +39,7 @@ from checkpoints_tools.source import (
     source_files,
 )
 from ddtree_jax import dflash, kimi
-from ddtree_jax.checkpoint import METADATA_FILE, Metadata, read_metadata, stored_arrays
+from ddtree_jax.checkpoint import MANIFEST_FILE, METADATA_FILE, Metadata, read_metadata, stored_arrays
 from ddtree_jax.config import ConfigError, DFlashConfig, KimiConfig
 from ddtree_jax.expert_layout import DEFAULT_MESH, stored_parameters
 from ddtree_jax.sharding import Parameters, mesh_sizes
@@ -107,15 +107,17 @@ def convert(
             print(f"{out} already holds {source}, converted; left as it is", file=sys.stderr)
             return metadata
         (out / METADATA_FILE).unlink(missing_ok=True)
+        converter.remove_leftovers()
         _check_space(out, converter.num_bytes_left())
-        errors = converter.run(workers, report or Progress())
-        if errors:
-            done = f"{len(manifest.parts)} of {len(stored)} parts are finished and kept"
-            raise ValueError(f"{source} can't be converted ({done}):\n  " + "\n  ".join(errors))
-        for name in metadata.tokenizer_files:
-            replace_file(out / name, (source / name).read_bytes())
-        metadata = dataclasses.replace(metadata, source_checksums=manifest.source_checksums())
-        replace_file(out / METADATA_FILE, metadata.to_json().encode())
+        with _naming_a_full_disk(out):
+            errors = converter.run(workers, report or Progress())
+            if errors:
+                done = f"{len(manifest.parts)} of {len(stored)} parts are finished and kept"
+                raise ValueError(f"{source} can't be converted ({done}):\n  " + "\n  ".join(errors))
+            for name in metadata.tokenizer_files:
+                replace_file(out / name, (source / name).read_bytes())
+            metadata = dataclasses.replace(metadata, source_checksums=manifest.source_checksums())
+            replace_file(out / METADATA_FILE, metadata.to_json().encode())
     return metadata
 
 
@@ -222,7 +224,7 @@ def _check_unchanged(out: Path, manifest: Manifest, changed: set[str], tensors: 
     others = []
     for part, record in manifest.parts.items():
         files = {tensors.entries[name].file for name in key_map.tensors_of(part)}
-        if not files & changed and not {file for file in files if file not in manifest.source}:
+        if not files & changed:
             continue
         print(f"{part} came from files that have changed; comparing with the source", file=sys.stderr)
         if hash_part(part, key_map, tensors) != record.source_checksum:
@@ -248,6 +250,17 @@ def _is_finished(out: Path, metadata: Metadata, stored: Parameters) -> bool:
     with contextlib.suppress(ValueError):
         return read_metadata(out) == metadata and all((out / name).exists() for name in metadata.tokenizer_files)
     return False
+
+
+@contextlib.contextmanager
+def _naming_a_full_disk(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        text = "disk full; finished parts are kept, and the next run goes on behind them"
+        raise OSError(errno.ENOSPC, text, str(out)) from error
 
 
 def _check_space(out: Path, needed: int) -> None:

@@ -1,7 +1,8 @@
 """Which Hugging Face tensor becomes which part of which array: the converter's only place with their names.
 
 Linear weights are published as [out, in] and kept as [in, out], with heads as axes of their own. Packed experts stay
-[out, in / 8], as the kernels read them; an expert's gate and up projection lie one behind the other. ::
+[out, in / 8], an expert's gate and up projection one behind the other; where they are stored in blocks, `slabs` packs
+what stands here. ::
 
     kv_b_proj [H * (P + U), C]          experts.e.gate_proj [F, D / 8] ──► gate_up_E2FI[e, 0]
       head 0: P rows ──► key_up_HPC     experts.e.up_proj   [F, D / 8] ──► gate_up_E2FI[e, 1]

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_tools.orbax_item import replace_file
-from ddtree_jax.checkpoint import FORMAT_VERSION
-
-MANIFEST_FILE = "manifest.json"
+from ddtree_jax.checkpoint import FORMAT_VERSION, MANIFEST_FILE
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,13 @@ class ItemWriter:
     """Writes an item into a folder beside its place. Methods may be called from several threads."""
 
     def __init__(self, directory: Path, name: str, arrays: dict[str, tuple[StoredArray, tuple[int, ...]]]):
-        """``arrays`` has each array's shape and dtype, and the shape of its chunks. Leftovers are removed.
+        """``arrays`` has each array's shape and dtype, and the shape of its chunks.
 
         ``described`` has size and CRC-32 of the files that describe the item and its arrays.
         """
         self.path = directory / name
-        self._partial = directory / f"{name}.partial"
+        self._partial = self._partial_path(directory, name)
         self._chunks = {array: chunks for array, (_, chunks) in arrays.items()}
-        remove(self._partial)
         self._partial.mkdir()
         for array in arrays:
             (self._partial / array).mkdir()
@@ -66,8 +66,17 @@ class ItemWriter:
         texts["_METADATA"] = _item_metadata(arrays)
         self.described = {}
         for name, text in texts.items():
-            write_file(self._partial / name, text.encode())
+            start_file(self._partial / name, text.encode())
             self.described[name] = (len(text.encode()), zlib.crc32(text.encode()))
+
+    @staticmethod
+    def _partial_path(directory: Path, name: str) -> Path:
+        return directory / f"{name}.partial"
+
+    @classmethod
+    def remove_leftovers(cls, directory: Path, name: str) -> None:
+        """Removes what a writer that died has left of an item."""
+        remove(cls._partial_path(directory, name))
 
     def write_slab(self, array: str, start: int, slab: np.ndarray) -> dict[str, tuple[int, int]]:
         """Writes all chunks in some rows of an array, whole chunks from ``start`` on; size and CRC-32 by file name."""
@@ -78,12 +87,13 @@ class ItemWriter:
             where = tuple(slice(i * chunk, (i + 1) * chunk) for i, chunk in zip(place, chunks, strict=True))
             data = np.ascontiguousarray(slab[where]).reshape(-1).view(np.uint8)
             name = f"{array}/{'.'.join(map(str, (start // chunks[0] + place[0], *place[1:])))}"
-            write_file(self._partial / name, data)
+            start_file(self._partial / name, data)
             written[name] = (data.nbytes, zlib.crc32(data))
         return written
 
-    def commit(self) -> None:
+    def commit(self, pool: Executor) -> None:
         """Gives the item its name, once everything in it is on the disk."""
+        list(pool.map(finish_file, filter(Path.is_file, self._partial.rglob("*"))))
         for array in self._chunks:
             sync_folder(self._partial / array)
         sync_folder(self._partial)
@@ -124,13 +134,22 @@ def _array_metadata(stored: StoredArray, chunks: tuple[int, ...]) -> str:
     )
 
 
-def write_file(path: Path, data: bytes | np.ndarray) -> None:
-    """Writes a file and waits until it is on the disk; it then needs no place in memory."""
+def start_file(path: Path, data: bytes | np.ndarray) -> None:
+    """Writes a file and lets the disk begin; `finish_file` waits for it."""
     view = memoryview(data)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         while len(view):
             view = view[os.write(fd, view) :]
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def finish_file(path: Path) -> None:
+    """Waits until a file is on the disk; it then needs no place in memory."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
@@ -140,7 +159,8 @@ def write_file(path: Path, data: bytes | np.ndarray) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Writes a file so that it holds the old or the new content, whatever happens."""
     partial = path.with_name(f"{path.name}.partial")
-    write_file(partial, data)
+    start_file(partial, data)
+    finish_file(partial)
     partial.replace(path)
     sync_folder(path.parent)
 

@@ -1,10 +1,9 @@
 """Converts one part after the other, each by a pool of threads, slab by slab."""
 
-import errno
 import hashlib
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +48,11 @@ class Converter:
             for part, infos in stored.items()
         }
         self._bad_files: set[str] = set()
+
+    def remove_leftovers(self) -> None:
+        """Removes what a run that died has left of parts in hand."""
+        for part in self._arrays:
+            ItemWriter.remove_leftovers(self._out, part)
 
     def num_bytes_left(self) -> int:
         """Bytes of the parts that are still to be written."""
@@ -99,7 +103,7 @@ class Converter:
         digests: dict[str, int] = {}
         try:
             for future in as_completed(futures):
-                done = _result(future)
+                done = future.result()
                 errors += done.findings.errors
                 digests |= done.findings.digests
                 record.files |= done.files
@@ -107,8 +111,8 @@ class Converter:
                 report(self._state)
         except BaseException:
             stop.set()
-            for future in futures:
-                future.cancel()
+            wait(futures)
+            writer.abandon()
             raise
         if errors:
             writer.abandon()
@@ -116,7 +120,7 @@ class Converter:
             return sorted(set(errors))
         record.source_checksum = _combine(digests, self._source)
         record.files = dict(sorted(record.files.items()))
-        writer.commit()
+        writer.commit(pool)
         parts = self._manifest.parts | {part: record}
         self._manifest.parts = {name: parts[name] for name in self._arrays if name in parts}
         self._manifest.write(self._out)
@@ -150,17 +154,6 @@ class Converter:
             return _Done({}, Findings(errors=[str(error)]), 0)
         files = {} if findings.errors else writer.write_slab(slab.array, slab.start, values)
         return _Done(files, findings, values.nbytes)
-
-
-def _result(future: Future) -> _Done:
-    try:
-        return future.result()
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise OSError(
-                error.errno, "disk full; finished parts are kept, and the next run goes on behind them", error.filename
-            ) from error
-        raise
 
 
 def hash_part(part: str, key_map: KeyMap, source: TensorSource) -> str:

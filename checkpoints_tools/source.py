@@ -84,8 +84,12 @@ def read_index(directory: Path) -> dict[str, str] | None:
 
 
 def known_checksums(directory: Path) -> dict[str, str]:
-    """SHA-256 of files as published: by ``SHA256SUMS``, or by what ``hf download --local-dir`` leaves behind."""
-    known = {}
+    """SHA-256 of files as published.
+
+    By ``SHA256SUMS``, by what ``hf download --local-dir`` leaves behind, or by the names of blobs in its cache.
+    """
+    links = {path.name: path.resolve().name for path in directory.glob("*.safetensors") if path.is_symlink()}
+    known = {name: blob for name, blob in links.items() if re.fullmatch("[0-9a-f]{64}", blob)}
     for path in sorted((directory / ".cache/huggingface/download").glob("*.metadata")):
         lines = path.read_text().split()
         if len(lines) > 1 and re.fullmatch("[0-9a-f]{64}", lines[1]):  # of a file in Git LFS

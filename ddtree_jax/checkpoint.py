@@ -3,6 +3,7 @@
 ::
 
     metadata.json                 format version, model kind, Hugging Face config, hashes of the source, arrays' shapes
+    manifest.json                 the converter's record of finished parts, with checksums
     embed/ layer_0/ ... head/     Orbax items; each appears whole or not at all
     tiktoken.model ...            tokenizer files, as they were
 
@@ -30,6 +31,7 @@ from ddtree_jax.sharding import ArrayInfo, Parameters, sharding_of
 FORMAT_VERSION = 2
 KINDS = ("kimi", "dflash")
 METADATA_FILE = "metadata.json"
+MANIFEST_FILE = "manifest.json"
 STORED_DTYPE = "bfloat16"
 
 
@@ -124,7 +126,7 @@ def _without_metadata(directory: Path) -> str:
         return "is not a folder; a converted checkpoint is needed"
     if any(directory.glob("*.safetensors")):
         return "is a Hugging Face checkpoint; convert it first: python -m checkpoints_tools.convert"
-    if any(child.is_dir() for child in directory.iterdir()):
+    if (directory / MANIFEST_FILE).exists() or any(child.is_dir() for child in directory.iterdir()):
         return f"has no {METADATA_FILE}: an unfinished conversion; run the converter again to finish it"
     return f"has no {METADATA_FILE}; a converted checkpoint is needed"
 

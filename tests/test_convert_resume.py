@@ -126,7 +126,8 @@ def test_disk_that_fills_up_keeps_what_is_finished(written, tmp_path, monkeypatc
 
     monkeypatch.setattr(orbax_item.os, "write", write_while_there_is_room)
     message = complaint(written / "source", tmp_path / "out")
-    assert "disk full; finished parts are kept" in message
+    assert f"disk full; finished parts are kept, and the next run goes on behind them: '{tmp_path / 'out'}'" in message
+    assert not list((tmp_path / "out").glob("*.partial")), "what is of no use takes no room"
     monkeypatch.undo()
     kept = list(read_manifest(tmp_path / "out").parts)
     assert kept and "layer_2" not in kept
@@ -192,12 +193,17 @@ def test_all_values_that_are_no_numbers_are_named_and_the_rest_is_converted(writ
     assert_right_run_succeeds(written, here, tmp_path / "out")
 
 
-@pytest.mark.parametrize("listed_by", ["SHA256SUMS", "huggingface"])
+@pytest.mark.parametrize("listed_by", ["SHA256SUMS", "huggingface", "cache"])
 def test_flipped_byte_in_a_shard_with_a_known_checksum(written, here, tmp_path, listed_by):
     shards = sorted(here.glob("*.safetensors"))
     digests = {path.name: source.file_sha256(path) for path in shards}
     if listed_by == "SHA256SUMS":
         (here / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    elif listed_by == "cache":
+        (tmp_path / "blobs").mkdir()
+        for path in shards:
+            path.rename(tmp_path / "blobs" / digests[path.name])
+            path.symlink_to(tmp_path / "blobs" / digests[path.name])
     else:
         (here / ".cache/huggingface/download").mkdir(parents=True)
         for name, digest in digests.items():
