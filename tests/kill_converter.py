@@ -48,7 +48,7 @@ def main(source: Path, folder: Path, num_kills: int) -> None:
     while len(kills) < num_kills or out.exists():
         child = attempt(source, out)
         if len(kills) < num_kills:
-            time.sleep(rng.uniform(0, duration))
+            time.sleep(rng.uniform(0, duration / 2))
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         manifest = read_manifest(out) if out.exists() else None

@@ -75,7 +75,7 @@ def entry_of(folder, tensor):
 
 
 def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path):
-    synthesize(target_config(12, moe_intermediate_size=512), tmp_path / "source", shard_gb=2e-3)
+    synthesize(target_config(8), tmp_path / "source", shard_gb=2e-3)
     script = [sys.executable, "-W", "ignore", str(ROOT / "tests/kill_converter.py")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [*script, str(tmp_path / "source"), str(tmp_path), str(KILLS)]
