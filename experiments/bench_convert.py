@@ -55,33 +55,34 @@ def time_copy(source: Path, folder: Path) -> float:
     return seconds
 
 
-def time_conversion(source: Path, out: Path, workers: int) -> tuple[float, int]:
-    """Seconds of the command, its start included, and the most bytes it had in memory."""
+def time_conversion(source: Path, out: Path, workers: int) -> tuple[float, float, int]:
+    """Seconds of the command, its start included, those of its cores, and the most bytes it had in memory."""
     command = [sys.executable, "-m", "checkpoints_tools.convert"]
     start = time.perf_counter()
     process = subprocess.Popen([*command, f"--source={source}", f"--out={out}", f"--workers={workers}"])
     _, status, usage = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status):
         sys.exit("bench_convert: the converter failed")
-    return time.perf_counter() - start, usage.ru_maxrss * 1024
+    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 def measure(folder: Path, source: Path, runs: int, workers: int) -> dict[str, Any]:
     """Medians over runs; ``ceiling_seconds`` is what copying takes."""
     num_bytes = sum(path.stat().st_size for path in source.iterdir())
-    copies, conversions, peaks, loads = [], [], [], []
+    copies, conversions, cores, peaks, loads = [], [], [], [], []
     for run in range(runs):
         loads.append(round(os.getloadavg()[0], 2))
         drop_from_cache(source)
         copies.append(time_copy(source, folder / "copy"))
         drop_from_cache(source)
         shutil.rmtree(folder / "out", ignore_errors=True)
-        seconds, peak = time_conversion(source, folder / "out", workers)
+        seconds, busy, peak = time_conversion(source, folder / "out", workers)
         conversions.append(seconds)
+        cores.append(busy)
         peaks.append(peak)
         print(
             f"run {run}: copied at {num_bytes / copies[-1] / 1e9:.3f} GB/s, converted at {num_bytes / seconds / 1e9:.3f} "
-            f"GB/s, peak {peak / 1e9:.2f} GB, load before {loads[-1]}",
+            f"GB/s, {busy:.0f} s of cores, peak {peak / 1e9:.2f} GB, load before {loads[-1]}",
             flush=True,
         )
     seconds, copy = statistics.median(conversions), statistics.median(copies)
@@ -93,6 +94,7 @@ def measure(folder: Path, source: Path, runs: int, workers: int) -> dict[str, An
         "fractions": [round(a / b, 3) for a, b in zip(copies, conversions, strict=True)],
         "gb_per_second": round(num_bytes / seconds / 1e9, 3),
         "copy_gb_per_second": round(num_bytes / copy / 1e9, 3),
+        "core_seconds": statistics.median(cores),
         "peak_bytes": max(peaks),
         "load_before": loads,
         "runs": runs,
