@@ -145,11 +145,14 @@ def check(directory: str | Path, parameters: Parameters, mesh: Mesh) -> None:
             sharding_of(info, mesh, name)
 
 
-def load(directory: str | Path, parameters: Parameters, mesh: Mesh, dtype: Any) -> dict[str, dict[str, jax.Array]]:
+def load(
+    directory: str | Path, parameters: Parameters, mesh: Mesh, dtype: Any, *, as_blocks: bool = False
+) -> dict[str, dict[str, jax.Array]]:
     """Arrays of a checkpoint, each restored straight into its place on the mesh.
 
-    Experts that are stored in blocks come as blocks (`ExpertBlocks`), on a mesh that would cut them as words and scales,
-    as ``parameters`` has them. ``dtype`` is the compute dtype, for the parameters that name none.
+    With ``as_blocks`` experts that are stored in blocks come as blocks (`ExpertBlocks`), unless the mesh would cut them;
+    otherwise they are turned back, a layer at a time, to words and scales as ``parameters`` has them. ``dtype`` is the
+    compute dtype, for the parameters that name none.
 
     Raises:
       ValueError: as `check`, before anything is read; a part that can't be read. It is named.
@@ -160,15 +163,15 @@ def load(directory: str | Path, parameters: Parameters, mesh: Mesh, dtype: Any) 
     with ocp.StandardCheckpointer() as checkpointer:
 
         def load_part(part: str, infos: dict[str, ArrayInfo]) -> dict[str, jax.Array]:
-            as_stored = loaded_as_stored(infos, mesh.shape)
-            if not as_stored:
+            is_slice = loaded_as_stored(infos, mesh.shape)
+            if not is_slice:
                 infos = {n: over_experts_alone(i) if n in ExpertBlocks._fields else i for n, i in infos.items()}
             wanted = {
                 name: jax.ShapeDtypeStruct(info.shape, info.dtype or dtype, sharding=sharding_of(info, mesh, name))
                 for name, info in infos.items()
             }
             arrays = _restore(checkpointer, directory / part, wanted)
-            if as_stored:
+            if ExpertBlocks._fields[0] not in infos or (as_blocks and is_slice):
                 return arrays
             blocks = ExpertBlocks(*(arrays.pop(name) for name in ExpertBlocks._fields))
             return arrays | unpack_experts(blocks, parameters[part], mesh)

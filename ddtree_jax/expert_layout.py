@@ -80,7 +80,7 @@ def over_experts_alone(info: ArrayInfo) -> ArrayInfo:
 
 
 def unpack_experts(blocks: ExpertBlocks, words: dict[str, ArrayInfo], mesh: Mesh) -> dict[str, Array]:
-    """Published words and scales of blocks that are sharded over experts alone, in the sharding of ``words``."""
+    """Published words and scales of blocks, in the sharding of ``words``."""
     D, F = words["down_EDI"].shape[1], words["gate_up_E2FI"].shape[2]
 
     def unpack(blocks: ExpertBlocks) -> ExpertWeights:

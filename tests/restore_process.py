@@ -37,7 +37,7 @@ def main(folder: str, port: str, num_processes: str, number: str, *meshes: str) 
     parameters = kimi.parameters(KimiConfig.from_hf(checkpoint.read_metadata(folder).config))
     for mesh in meshes:
         before = bytes_read()
-        arrays = checkpoint.load(folder, parameters, make_mesh(mesh), jnp.bfloat16)
+        arrays = checkpoint.load(folder, parameters, make_mesh(mesh), jnp.bfloat16, as_blocks=True)
         read = bytes_read() - before
         print(json.dumps({"mesh": mesh, "read": read, "own": sum(map(own_bytes, jax.tree.leaves(arrays)))}), flush=True)
 

@@ -16,9 +16,8 @@ from checkpoints_tools.convert import check_key_map, convert
 from checkpoints_tools.key_map import dflash_key_map, kimi_key_map
 from ddtree_jax import checkpoint, dflash, kimi
 from ddtree_jax.config import DFlashConfig, KimiConfig
-from ddtree_jax.expert_layout import unpack_experts, words_of_blocks
+from ddtree_jax.expert_layout import words_of_blocks
 from ddtree_jax.pallas.int4_blocks import pack_down, pack_gate_up
-from ddtree_jax.pallas.int4_moe import ExpertBlocks
 from ddtree_jax.quant import dequantize, pack_int4, unpack_int4
 from ddtree_jax.sharding import make_mesh
 
@@ -53,13 +52,8 @@ def load(out):
     """Config and arrays of a checkpoint, experts as published words."""
     metadata = checkpoint.read_metadata(out)
     config_type, model = {"kimi": (KimiConfig, kimi), "dflash": (DFlashConfig, dflash)}[metadata.kind]
-    config, mesh = config_type.from_hf(metadata.config), make_mesh(None)
-    parameters = model.parameters(config)
-    arrays = checkpoint.load(out, parameters, mesh, jnp.bfloat16)
-    for part, table in arrays.items():
-        if ExpertBlocks._fields[0] in table:
-            blocks = ExpertBlocks(*(table.pop(name) for name in ExpertBlocks._fields))
-            table |= unpack_experts(blocks, parameters[part], mesh)
+    config = config_type.from_hf(metadata.config)
+    arrays = checkpoint.load(out, model.parameters(config), make_mesh(None), jnp.bfloat16)
     return config, {part: {name: np.asarray(a) for name, a in table.items()} for part, table in arrays.items()}
 
 

@@ -20,8 +20,6 @@ from checkpoints_tools.convert import convert
 from checkpoints_tools.synthesize import synthesize
 from ddtree_jax import Engine, checkpoint, kimi
 from ddtree_jax.config import KimiConfig
-from ddtree_jax.expert_layout import unpack_experts
-from ddtree_jax.pallas.int4_moe import ExpertBlocks
 from ddtree_jax.sharding import make_mesh
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +50,7 @@ def parameters_of(out):
 
 
 def load(out, mesh):
-    return checkpoint.load(out, parameters_of(out), make_mesh(mesh), jnp.bfloat16)
+    return checkpoint.load(out, parameters_of(out), make_mesh(mesh), jnp.bfloat16, as_blocks=True)
 
 
 def bytes_read():
@@ -109,13 +107,11 @@ def test_mesh_that_would_cut_blocks_gets_words(source, tmp_path):
     convert(source, tmp_path / "out", mesh="tensor=2", report=quiet)
     parameters, mesh = parameters_of(tmp_path / "out"), make_mesh("tensor=8")
     whole, cut = load(tmp_path / "out", "tensor=2"), load(tmp_path / "out", "tensor=8")
-    for part in ("layer_1",):
-        blocks = ExpertBlocks(*(whole[part].pop(name) for name in ExpertBlocks._fields))
-        assert blocks.gate_up_EMKmw.shape == (8, 2, 4, 8, 576)
-        whole[part] |= unpack_experts(blocks, parameters[part], make_mesh("tensor=2"))
-        assert cut[part]["down_EDI"].sharding.mesh == mesh
-        assert cut[part]["down_EDI"].addressable_shards[0].data.shape == (8, 256, 8)
-    assert_same(cut, whole)
+    assert whole["layer_1"]["gate_up_EMKmw"].shape == (8, 2, 4, 8, 576)
+    assert cut["layer_1"]["down_EDI"].sharding.mesh == mesh
+    assert cut["layer_1"]["down_EDI"].addressable_shards[0].data.shape == (8, 256, 8)
+    for text in (None, "tensor=2", "expert=4,tensor=2"):
+        assert_same(checkpoint.load(tmp_path / "out", parameters, make_mesh(text), jnp.bfloat16), cut)
 
 
 def test_orbax_itself_reads_an_item_and_describes_it_alike(converted, tmp_path):
