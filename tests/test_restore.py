@@ -18,8 +18,9 @@ from small_sources import drafter_config, write_target
 
 from checkpoints_tools.convert import convert
 from checkpoints_tools.synthesize import synthesize
-from ddtree_jax import Engine, checkpoint, kimi
+from ddtree_jax import Engine, checkpoint, generate, kimi
 from ddtree_jax.config import KimiConfig
+from ddtree_jax.pallas.int4_moe import ExpertBlocks
 from ddtree_jax.sharding import make_mesh
 
 ROOT = Path(__file__).parents[1]
@@ -147,6 +148,16 @@ def test_engines_start_from_the_folder_alone_whatever_mesh_it_was_written_for(so
     assert np.abs(logits[0]).max() > 0.1
     for other in logits[1:]:
         np.testing.assert_allclose(other, logits[0], atol=2e-5)
+
+
+def test_engine_with_kernels_gets_the_stored_blocks(converted, monkeypatch):
+    plain = Engine.load(converted, max_length=16, dtype="float32")
+    monkeypatch.setattr(generate, "_choose_kernels", lambda *_: True)
+    monkeypatch.setattr(kimi, "pack_experts", lambda arrays, mesh: None)
+    engine = Engine.load(converted, mesh="expert=4,tensor=2", max_length=16, dtype="float32")
+    assert engine.models.target.blocks[1].experts.form is ExpertBlocks
+    assert plain.models.target.blocks[1].experts.form is not ExpertBlocks
+    np.testing.assert_allclose(engine.score([3, 1, 4]), plain.score([3, 1, 4]), atol=2e-5)
 
 
 def test_drafter_for_another_target_and_another_version_are_refused_by_name(converted, tmp_path):
