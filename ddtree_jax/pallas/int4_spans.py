@@ -26,7 +26,7 @@ class Config:
     step_columns: int = 128
     shared_bytes: int = 223_000
     max_stages: int = 3
-    split_columns: int = 512
+    split_columns: int = 128
     combine_unroll: int = 16
     has_bulk_copies: bool = True
     has_exact_weights: bool = True
