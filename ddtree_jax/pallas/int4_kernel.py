@@ -209,7 +209,6 @@ class _Block:
                 group=product.group,
                 stride=steps.token_stride(config.step_columns if is_first else self.num_terms * product.num_columns),
                 term_bytes=[0] if is_first else [2 * term * product.num_columns for term in range(self.num_terms)],
-                has_exact_weights=config.has_exact_weights,
             )
             warps.arrive_warp(self.barriers, stage + self.num_stages)
             is_last = stage + 1 == self.num_stages

@@ -29,7 +29,6 @@ class Config:
     split_columns: int = 128
     combine_unroll: int = 16
     has_bulk_copies: bool = True
-    has_exact_weights: bool = True
 
     @property
     def tile_blocks(self) -> int:
