@@ -3,7 +3,7 @@
 ::
 
     python -m experiments.bench_kernels --kernel int4_moe [--nodes 1,8,16,32,64] [--tokens 256,2048] [--check 1000]
-    python -m experiments.bench_kernels --kernel tree_mla [--form hopper]
+    python -m experiments.bench_kernels --kernel tree_mla [--form hopper] [--check 1000]
 
 Prints a line a case and replaces ``results/KERNEL.jsonl``.
 """
@@ -15,7 +15,14 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import bench_int4_moe, bench_int4_prefill, bench_tree_mla, check_int4_moe
+from experiments import (
+    bench_int4_moe,
+    bench_int4_prefill,
+    bench_prefill_attention,
+    bench_tree_mla,
+    check_int4_moe,
+    check_tree_mla,
+)
 from experiments.results_file import provenance, write_lines
 
 _KERNEL = flags.DEFINE_enum("kernel", None, ["int4_moe", "tree_mla"], "Which kernel.", required=True)
@@ -26,12 +33,15 @@ _REFERENCE_NODES = flags.DEFINE_list(
 )
 _FORM = flags.DEFINE_enum("form", "hopper", list(bench_tree_mla.FORMS), "tree_mla: which form.")
 _RUNS = flags.DEFINE_integer("runs", 32, "Timed calls a case; their median counts.")
-_CHECK = flags.DEFINE_integer("check", 0, "int4_moe: random routings to compare with float64 first.")
+_CHECK = flags.DEFINE_integer("check", 0, "Random routings or trees to compare with float64 first.")
 
 
 def measure() -> Iterator[dict[str, Any]]:
     if _KERNEL.value == "tree_mla":
+        if _CHECK.value:
+            check_tree_mla.check(_CHECK.value)
         yield from bench_tree_mla.run(_FORM.value, runs=_RUNS.value)
+        yield from bench_prefill_attention.run() if _FORM.value == "hopper" else ()
         return
     if _CHECK.value:
         check_int4_moe.check(_CHECK.value)
@@ -48,10 +58,11 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"bench_kernels: unknown argument {arguments[1]}")
     if jax.default_backend() != "gpu":
         sys.exit(f"bench_kernels: the device is {jax.devices()[0].device_kind}; a GPU is needed")
-    lines = []
+    # Before the first line is written, which changes the working tree.
+    lines, made_by = [], provenance()
     print(f"{'ceiling us':>10} {'reference us':>12} {'ours us':>8} {'share':>6} {'error':>7}  case")
     for line in measure():
-        lines.append(line | provenance())
+        lines.append(line | made_by)
         reference = line.get("reference_seconds")
         case = {name: value for name, value in line["case"].items() if name != "seed"}
         print(

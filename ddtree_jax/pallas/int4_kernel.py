@@ -77,6 +77,11 @@ class _Block:
         return Product(gate_up, self.config), Product(down, self.config)
 
     @property
+    def num_terms(self) -> int:
+        """Of a hidden row."""
+        return self.outputs[2].shape[1]
+
+    @property
     def per_token(self) -> int:
         return self.inputs[3].shape[1]
 
@@ -202,7 +207,8 @@ class _Block:
                 warpgroup_blocks=config.warpgroup_blocks,
                 tile_blocks=config.tile_blocks,
                 group=product.group,
-                stride=steps.token_stride(config.step_columns if is_first else product.num_columns),
+                stride=steps.token_stride(config.step_columns if is_first else self.num_terms * product.num_columns),
+                term_bytes=[0] if is_first else [2 * term * product.num_columns for term in range(self.num_terms)],
                 has_exact_weights=config.has_exact_weights,
             )
             warps.arrive_warp(self.barriers, stage + self.num_stages)
@@ -264,7 +270,10 @@ class _Block:
                 if num_features % half:
                     feature = tile * half + plgpu.broadcasted_iota(_INT, (half,), 0, layout=layout)
                     value = jnp.where(feature < num_features, value, 0.0)
-                hidden[pair, pl.ds(tile * half, half)] = value.astype(jnp.bfloat16)
+                for term in range(self.num_terms):
+                    narrow = value.astype(jnp.bfloat16)
+                    hidden[pair, term, pl.ds(tile * half, half)] = narrow
+                    value = value - narrow.astype(jnp.float32)
                 return carry
 
             turns = (count - self.warpgroup + self.config.warpgroups - 1) // self.config.warpgroups
@@ -345,7 +354,8 @@ def int4_moe_kernel(
     P, half = T * X, config.tile_rows // 2
     gate_up_product, down_product = Product(gate_up_EMKmw, config), Product(down_EMKmw, config)
     num_features = gate_up_EMKmw.shape[1] * gate_up_product.group * BLOCK_ROWS // 2
-    hidden_stride = steps.token_stride(down_product.num_columns) // 2
+    num_terms = 2 if down_product.num_columns <= config.split_columns else 1
+    hidden_stride = steps.token_stride(num_terms * down_product.num_columns) // 2
     tables = (P + 1, TOKENS * P, P)
     stage_bytes = steps.stage_bytes(config.tile_blocks, config.step_blocks)
     free_bytes = config.shared_bytes - 2 * TOKENS * hidden_stride - 4 * sum(tables)
@@ -392,7 +402,7 @@ def int4_moe_kernel(
         out_type=(
             jax.ShapeDtypeStruct((T, down_product.num_tiles * config.tile_rows), bf16),
             jax.ShapeDtypeStruct((P, gate_up_product.num_tiles, 2, half), f32),
-            jax.ShapeDtypeStruct((P, gate_up_product.num_tiles * half), bf16),
+            jax.ShapeDtypeStruct((P, num_terms, gate_up_product.num_tiles * half), bf16),
             jax.ShapeDtypeStruct((P, down_product.num_tiles, config.tile_rows), f32),
             jax.ShapeDtypeStruct((config.num_blocks, TOKENS, 2, half), f32),
             jax.ShapeDtypeStruct((config.num_blocks, TOKENS, config.tile_rows), f32),

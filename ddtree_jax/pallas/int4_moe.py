@@ -53,8 +53,9 @@ def int4_moe(
     """Weighted sum of each token's experts, ``down(silu(gate x) * up x)``.
 
     ``weight_TX`` is float32, and so is the sum over experts. Experts that are none of ``experts``, by a number below 0 or
-    above the last, contribute nothing: that is how padding and other shards' experts are marked. Blocks go through the
-    kernel where the program is for a CUDA device and the kernel takes the input, everything else through the reference.
+    above the last, contribute nothing and are not paid for: that is how padding and other shards' experts are marked. A
+    padding row with experts of its own would have them read. Blocks go through the kernel where the program is for a CUDA
+    device and the kernel takes the input, everything else through the reference.
     """
     if isinstance(experts, ExpertWeights):
         return int4_moe_reference(x_TD, expert_TX, weight_TX, experts)

@@ -15,6 +15,7 @@ class Config:
     """Tuning. ``num_blocks`` is the device's multiprocessors: all blocks must run at once, one on each.
 
     More than ``max_stages`` in flight share the memory's bandwidth, so that the first comes later and none is done sooner.
+    Hidden rows of up to ``split_columns`` are kept as two terms: with few, the rounding of one may make most of the error.
     ``shared_bytes`` of shared memory a block, less than the device's limit by what the compiler adds. Without bulk copies
     the kernel also runs on devices before Hopper.
     """
@@ -25,6 +26,7 @@ class Config:
     step_columns: int = 128
     shared_bytes: int = 223_000
     max_stages: int = 3
+    split_columns: int = 128
     combine_unroll: int = 16
     has_bulk_copies: bool = True
     has_exact_weights: bool = True

@@ -258,12 +258,14 @@ def multiply_step(
     tile_blocks: int,
     group: int,
     stride: int,
+    term_bytes: Sequence[int],
     has_exact_weights: bool,
 ) -> jax.Array:
     """Adds a step's product with the tokens to the warpgroup's sums [64 * warpgroup_blocks, 8].
 
     Scalars: stage, warpgroup, where the first token's columns begin in ``tokens``, in bytes, and how many tokens there
-    are. ``stride`` bytes from a token to the next. Places without a token repeat the first.
+    are. ``stride`` bytes from a token to the next; its terms, to be added, ``term_bytes`` behind its beginning. Places
+    without a token repeat the first.
 
     Nibbles become 128 + nibble, exact in bfloat16. With exact weights, 136 is taken off and the scale multiplied in
     bfloat16: the weights that `quant.dequantize` defines, bit for bit. Without, a group's sum is multiplied by its scale in
@@ -288,31 +290,34 @@ def multiply_step(
         token = arith.select(arith.cmpi(arith.CmpIPredicate.slt, r, count), r, w.i32(0))
         tokens_at = w.at(w.pointer(tokens), w.add(start, w.scaled(token, stride), w.scaled(t, 16)), w.SHARED)
         token_words = [
-            w.load(w.i32(), w.at(tokens_at, w.i32(64 * i), w.SHARED), 4) for i in range(_GROUPS * step_blocks)
+            [w.load(w.i32(), w.at(tokens_at, w.i32(term + 64 * i), w.SHARED), 4) for term in term_bytes]
+            for i in range(_GROUPS * step_blocks)
         ]
         totals = [w.elements(register, 2) for register in sums.registers.flat]
         totals = [[*totals[2 * i], *totals[2 * i + 1]] for i in range(warpgroup_blocks)]
         zero = arith.constant(w.f32(), 0.0)
         offsets = [w.i32(_BF16_MINUS_136)] * 4
 
+        def multiply(below: Sequence, above: Sequence, b: Sequence, total: Sequence) -> Sequence:
+            for term in b:
+                total = _mma([below[0], above[0], below[1], above[1]], term[:2], total)
+                total = _mma([below[2], above[2], below[3], above[3]], term[2:], total)
+            return total
+
         def add_exact(total: Sequence, words: Sequence, b: Sequence, scale: ir.Value) -> Sequence:
             below, above = ([_scale(pair, scale, half) for pair in _unpack(words[half])] for half in range(2))
-            total = _mma([below[0], above[0], below[1], above[1]], b[:2], total)
-            return _mma([below[2], above[2], below[3], above[3]], b[2:], total)
+            return multiply(below, above, b, total)
 
         def add_scaled(total: Sequence, words: Sequence, b: Sequence, scale: ir.Value, start: Sequence) -> Sequence:
             below, above = map(_unpack, words)
-            products = _mma([below[0], above[0], below[1], above[1]], b[:2], start)
-            products = _mma([below[2], above[2], below[3], above[3]], b[2:], products)
+            products = multiply(below, above, b, start)
             low, high = _scales(scale)
             pairs = zip((low, low, high, high), products, total, strict=True)
             return [_fma(scale, product, total) for scale, product, total in pairs]
 
         for k in range(step_blocks):
             b_words = token_words[_GROUPS * k : _GROUPS * (k + 1)]
-            starts = (
-                [] if has_exact_weights else [_mma(offsets, b[2:], _mma(offsets, b[:2], [zero] * 4)) for b in b_words]
-            )
+            starts = [] if has_exact_weights else [multiply(*[offsets] * 2, b, [zero] * 4) for b in b_words]
             for m in range(warpgroup_blocks):
                 shift = w.i32(((m // group * step_blocks + k) * group + m % group) * block)
                 words = w.load(w.i32(), w.at(words_at, shift, w.SHARED), 4)
@@ -381,33 +386,35 @@ def store_hidden(
 ) -> None:
     """Writes ``silu(gate) * up`` of a warpgroup's finished sums to ``hidden[pair]``, zero from ``num_features`` on.
 
-    Scalars: unit, the tile's first feature, warpgroup.
+    Of two terms the second is what the first's rounding left. Scalars: unit, the tile's first feature, warpgroup.
     """
 
     @w.inline(2, 3, (ACCUMULATOR,))
     def call(hidden, pairs, unit, first, warpgroup, sums) -> None:
-        width = ir.MemRefType(hidden.type).shape[1]
+        _, num_terms, width = ir.MemRefType(hidden.type).shape
         r, t = w.lane()
         feature = w.add(first, w.scaled(warpgroup, warpgroup_blocks * BLOCK_ROWS // 2), w.scaled(w.warp(), 8), r)
         totals = [w.elements(register, 2) for register in sums.registers.flat]
         for j in range(2):
             pair = _pair(pairs, unit, arith.addi(w.scaled(t, 2), w.i32(j)))
             is_token = arith.cmpi(arith.CmpIPredicate.sge, pair, w.i32(0))
-            offset = arith.addi(arith.muli(w.wide(pair), w.i64(2 * width)), w.wide(w.scaled(feature, 2)))
+            offset = arith.addi(arith.muli(w.wide(pair), w.i64(2 * num_terms * width)), w.wide(w.scaled(feature, 2)))
             start = w.at(w.gmem(hidden), offset, w.GLOBAL)
             for m in range(warpgroup_blocks):
                 gate, up = totals[2 * m][j], totals[2 * m + 1][j]
                 value = arith.mulf(arith.mulf(gate, _sigmoid(gate)), up)
                 is_feature = arith.cmpi(arith.CmpIPredicate.slt, feature, w.i32(num_features - m * BLOCK_ROWS // 2))
                 value = arith.select(is_feature, value, arith.constant(w.f32(), 0.0))
-                narrow = arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(ir.BF16Type.get(), value))
-                mgpu.utils.inline_ptx(
-                    "st.global.b16 [$0], $1;",
-                    w.at(start, w.i64(m * BLOCK_ROWS), w.GLOBAL),
-                    narrow,
-                    predicate=is_token,
-                    has_side_effects=True,
-                )
+                for term in range(num_terms):
+                    narrow = arith.truncf(ir.BF16Type.get(), value)
+                    value = arith.subf(value, arith.extf(w.f32(), narrow))
+                    mgpu.utils.inline_ptx(
+                        "st.global.b16 [$0], $1;",
+                        w.at(start, w.i64(2 * term * width + m * BLOCK_ROWS), w.GLOBAL),
+                        arith.bitcast(ir.IntegerType.get_signless(16), narrow),
+                        predicate=is_token,
+                        has_side_effects=True,
+                    )
 
     call(hidden, pairs, *scalars, sums)
 
@@ -422,26 +429,31 @@ def _sigmoid(value: ir.Value) -> ir.Value:
 def load_hidden(
     hidden: Any, tokens: Any, pairs: Any, unit: jax.Array, count: jax.Array, *, num_columns: int, num_threads: int
 ) -> None:
-    """Copies the hidden rows of a unit's ``count`` pairs to shared memory, 16 bytes a thread and turn."""
-    per_token = num_columns // 8
+    """Copies the hidden rows of a unit's ``count`` pairs to shared memory, 16 bytes a thread and turn.
+
+    A token's ``num_columns`` of each of the terms lie behind each other.
+    """
+    per_term = num_columns // 8
 
     @w.inline(3, 2)
     def call(hidden, tokens, pairs, unit, count) -> None:
-        width = ir.MemRefType(hidden.type).shape[1]
+        _, num_terms, width = ir.MemRefType(hidden.type).shape
         vector_type = ir.VectorType.get((4,), w.i32())
         moves = []
-        for turn in range(-(-TOKENS * per_token // num_threads)):
+        for turn in range(-(-TOKENS * num_terms * per_term // num_threads)):
             index = arith.addi(w.thread(), w.i32(turn * num_threads))
-            token = arith.divui(index, w.i32(per_token))
-            chunk = arith.remui(index, w.i32(per_token))
+            token = arith.divui(index, w.i32(num_terms * per_term))
+            chunk = arith.remui(index, w.i32(num_terms * per_term))
             is_needed = arith.cmpi(arith.CmpIPredicate.slt, token, count)
             pair = _pair(pairs, unit, arith.select(is_needed, token, w.i32(0)))
-            offset = arith.addi(arith.muli(w.wide(pair), w.i64(2 * width)), w.wide(w.scaled(chunk, 16)))
+            row = w.add(w.scaled(pair, num_terms), arith.divui(chunk, w.i32(per_term)))
+            column = w.scaled(arith.remui(chunk, w.i32(per_term)), 16)
+            offset = arith.addi(arith.muli(w.wide(row), w.i64(2 * width)), w.wide(column))
             value = llvm.load(vector_type, w.at(w.gmem(hidden), offset, w.GLOBAL), alignment=16)
             moves.append((is_needed, token, chunk, value))
         for is_needed, token, chunk, value in moves:
             with mgpu.utils.when(is_needed):
-                place = w.add(w.scaled(token, token_stride(num_columns)), w.scaled(chunk, 16))
+                place = w.add(w.scaled(token, token_stride(num_terms * num_columns)), w.scaled(chunk, 16))
                 llvm.store(value, w.at(w.pointer(tokens), place, w.SHARED), alignment=16)
 
     call(hidden, tokens, pairs, unit, count)
