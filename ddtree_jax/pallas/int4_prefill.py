@@ -1,4 +1,4 @@
-"""Routed experts with INT4 group-32 weights for many tokens on Hopper: grouped products near the tensor cores' rate.
+"""Routed experts with INT4 group-32 weights for many tokens on Hopper: grouped products on the tensor cores.
 
 A unit is up to 64 tokens of one expert and a tile of 512 rows of its weights. Blocks, one a multiprocessor, take units in
 turn; in each, one warpgroup copies and four compute::

@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS, WEIGHT_WORDS
 from ddtree_jax.pallas.int4_prefill_words import narrow, sync_warpgroup
-from ddtree_jax.pallas.int4_steps import _scale, _sigmoid
+from ddtree_jax.pallas.int4_steps import scale_pair, sigmoid
 
 TILE_BLOCKS = 8
 TILE_ROWS = TILE_BLOCKS * BLOCK_ROWS
@@ -189,7 +189,7 @@ def _dequantize(words: Sequence[ir.Value], scales: Sequence[ir.Value]) -> Iterat
     """The four register operands, of 16 columns each, that a thread's part of a block stands for."""
     for q in range(2):
         for pairs in ((0, 1), (2, 3)):
-            yield [_scale(_unpack_pair(words[2 * q + h], i), scales[q], h) for i in pairs for h in range(2)]
+            yield [scale_pair(_unpack_pair(words[2 * q + h], i), scales[q], h) for i in pairs for h in range(2)]
 
 
 def _unpack_pair(word: ir.Value, i: int) -> ir.Value:
@@ -334,7 +334,7 @@ def multiply_gate_up(
             for j in range(sizes.num_tokens // 8):
                 gate0, gate1, up0, up1 = block[4 * j : 4 * j + 4]
                 value = narrow(
-                    *(arith.mulf(arith.mulf(gate, _sigmoid(gate)), up) for gate, up in ((gate0, up0), (gate1, up1)))
+                    *(arith.mulf(arith.mulf(gate, sigmoid(gate)), up) for gate, up in ((gate0, up0), (gate1, up1)))
                 )
                 matrices.append((value, j, m * BLOCK_ROWS))
         _store_transposed(matrices, warp_base, pitch)

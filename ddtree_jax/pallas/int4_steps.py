@@ -218,7 +218,7 @@ def _unpack(word: ir.Value) -> list[ir.Value]:
     return pairs
 
 
-def _scale(pair: ir.Value, scales: ir.Value, half: int) -> ir.Value:
+def scale_pair(pair: ir.Value, scales: ir.Value, half: int) -> ir.Value:
     """``bfloat16((pair - 136) * scale)``, twice; the scale is one half of a word.
 
     Taken apart and put together this way, it is a modifier of the multiplication and no instruction.
@@ -285,7 +285,7 @@ def multiply_step(
         totals = [[*totals[2 * i], *totals[2 * i + 1]] for i in range(warpgroup_blocks)]
 
         def add(total: Sequence, words: Sequence, b: Sequence, scale: ir.Value) -> Sequence:
-            below, above = ([_scale(pair, scale, half) for pair in _unpack(words[half])] for half in range(2))
+            below, above = ([scale_pair(pair, scale, half) for pair in _unpack(words[half])] for half in range(2))
             for term in b:
                 total = _mma([below[0], above[0], below[1], above[1]], term[:2], total)
                 total = _mma([below[2], above[2], below[3], above[3]], term[2:], total)
@@ -376,7 +376,7 @@ def store_hidden(
             start = w.at(w.gmem(hidden), offset, w.GLOBAL)
             for m in range(warpgroup_blocks):
                 gate, up = totals[2 * m][j], totals[2 * m + 1][j]
-                value = arith.mulf(arith.mulf(gate, _sigmoid(gate)), up)
+                value = arith.mulf(arith.mulf(gate, sigmoid(gate)), up)
                 is_feature = arith.cmpi(arith.CmpIPredicate.slt, feature, w.i32(num_features - m * BLOCK_ROWS // 2))
                 value = arith.select(is_feature, value, arith.constant(w.f32(), 0.0))
                 for term in range(num_terms):
@@ -393,7 +393,7 @@ def store_hidden(
     call(hidden, pairs, *scalars, sums)
 
 
-def _sigmoid(value: ir.Value) -> ir.Value:
+def sigmoid(value: ir.Value) -> ir.Value:
     log2e = arith.constant(w.f32(), -1.4426950408889634)
     power = mgpu.utils.inline_ptx("ex2.approx.f32 $0, $1;", arith.mulf(value, log2e), result_types=w.f32())
     denominator = arith.addf(power, arith.constant(w.f32(), 1.0))
