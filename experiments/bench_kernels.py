@@ -4,6 +4,7 @@
 
     python -m experiments.bench_kernels --kernel int4_moe [--nodes 1,8,16,32,64] [--check 1000]
     python -m experiments.bench_kernels --kernel tree_mla [--form hopper]
+    python -m experiments.bench_kernels --kernel tree_expand [--check 10000]
 
 Prints a line a case and replaces ``results/KERNEL.jsonl``.
 """
@@ -15,22 +16,27 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import bench_int4_moe, bench_tree_mla
+from experiments import bench_int4_moe, bench_tree_expand, bench_tree_mla
 from experiments.results_file import provenance, write_lines
 
-_KERNEL = flags.DEFINE_enum("kernel", None, ["int4_moe", "tree_mla"], "Which kernel.", required=True)
+_KERNEL = flags.DEFINE_enum("kernel", None, ["int4_moe", "tree_mla", "tree_expand"], "Which kernel.", required=True)
 _NODES = flags.DEFINE_list("nodes", ["1", "8", "16", "32", "64"], "int4_moe: tokens in a call.")
 _REFERENCE_NODES = flags.DEFINE_list(
     "reference_nodes", ["16"], "int4_moe: of these the plain-JAX form is timed as well."
 )
 _FORM = flags.DEFINE_enum("form", "hopper", list(bench_tree_mla.FORMS), "tree_mla: which form.")
 _RUNS = flags.DEFINE_integer("runs", 32, "Timed calls a case; their median counts.")
-_CHECK = flags.DEFINE_integer("check", 0, "int4_moe: random routings to compare with float64 first.")
+_CHECK = flags.DEFINE_integer("check", 0, "int4_moe, tree_expand: random cases to compare with the reference first.")
 
 
 def measure() -> Iterator[dict[str, Any]]:
     if _KERNEL.value == "tree_mla":
         yield from bench_tree_mla.run(_FORM.value, runs=_RUNS.value)
+        return
+    if _KERNEL.value == "tree_expand":
+        if _CHECK.value:
+            print(bench_tree_expand.check(_CHECK.value), flush=True)
+        yield from bench_tree_expand.measure(_RUNS.value)
         return
     if _CHECK.value:
         worst = bench_int4_moe.check_random(_CHECK.value)
@@ -50,10 +56,11 @@ def main(arguments: list[str]) -> None:
     for line in measure():
         lines.append(line | provenance())
         reference = line.get("reference_seconds")
+        error = f"{line['error']:.5f}" if "error" in line else ""
         case = {name: value for name, value in line["case"].items() if name != "seed"}
         print(
             f"{1e6 * line['ceiling_seconds']:>10.1f} {'' if reference is None else f'{1e6 * reference:.0f}':>12} "
-            f"{1e6 * line['seconds']:>8.1f} {line['fraction_of_ceiling']:>6.1%} {line['error']:>7.5f}  {case}",
+            f"{1e6 * line['seconds']:>8.1f} {line['fraction_of_ceiling']:>6.1%} {error:>7}  {case}",
             flush=True,
         )
         write_lines(_KERNEL.value, lines)

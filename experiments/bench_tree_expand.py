@@ -26,6 +26,7 @@ CASES = (
     (20_480, 63, 24),
 )
 VOCAB = 163_840
+CHECKED_LOGITS = 20_000_000  # Of a shape, sorted on the host.
 
 
 class Shape(NamedTuple):
@@ -86,15 +87,17 @@ def check(num_cases: int, seed: int = 0) -> dict[str, Any]:
     """
     found = {"cases": 0, "heap_cases": 0, "candidates": 0, "trees": 0, "heap_trees": 0, "lse_error": 0.0}
     rng = np.random.default_rng(seed)
-    for shape in SHAPES:
-        batch = 2 * num_cases // len(SHAPES) // (12 if shape.num_nodes > 200 else 1)
-        while batch > 0:
-            part = min(batch, max(1, 30_000_000 // (shape.depth * shape.vocab)))
+    sizes = [
+        min(CHECKED_LOGITS // (shape.depth * shape.vocab), 100 if shape.num_nodes > 200 else num_cases)
+        for shape in SHAPES
+    ]
+    while found["cases"] < num_cases:
+        for shape, size in zip(SHAPES, sizes, strict=True):
+            part = min(size, num_cases - found["cases"], num_cases // len(SHAPES) + 1)
+            if part < 1:
+                continue
             for name, value in _check_shape(shape, draw_logits(rng, part, shape.depth, shape.vocab)).items():
                 found[name] = max(found[name], value) if name == "lse_error" else found[name] + value
-            batch -= part
-            if found["cases"] >= num_cases:
-                break
     return found
 
 

@@ -51,6 +51,9 @@ class NumpyThreads:
     def minimum(self, a: np.ndarray, b: Any) -> np.ndarray:
         return np.fmin(a, np.asarray(b, a.dtype))
 
+    def divide(self, a: np.ndarray, divisor: int) -> np.ndarray:
+        return a // np.asarray(divisor, a.dtype)
+
     def cast(self, a: np.ndarray, kind: np.dtype) -> np.ndarray:
         return a.astype(kind)
 
@@ -64,11 +67,12 @@ class NumpyThreads:
         with np.errstate(divide="ignore"):
             return np.log2(a)
 
-    def popcount(self, a: np.ndarray) -> np.ndarray:
-        return np.bitwise_count(a).astype(INT)
-
     def lowest_bit(self, a: np.ndarray) -> np.ndarray:
         return np.where(a == 0, 32, np.bitwise_count((a & -a.astype(np.int64)) - 1)).astype(INT)
+
+    def pick(self, index: np.ndarray, memories: Sequence[Memory]) -> Memory:
+        assert (index == index[0]).all()
+        return memories[index[0]]
 
     def load(self, memory: Memory, index: np.ndarray) -> np.ndarray:
         inside = np.where(self._active, index, 0)
@@ -78,13 +82,17 @@ class NumpyThreads:
         self._check(memory.writer, memory.written_at, at, threads, "read")
         other = (memory.reader[at] != _NOBODY) & (memory.reader[at] != threads)
         memory.reader[at] = np.where(other, _SEVERAL, threads)
-        for lane_at in (at,):
-            memory.read_at[:, lane_at] = self._time[:, threads]
+        memory.read_at[:, at] = self._time[:, threads]
         return memory.array[inside]
 
     def load_vector(self, memory: Memory, index: np.ndarray, size: int) -> list[np.ndarray]:
         assert not (index[self._active] % size).any(), "not aligned"
         return [self.load(memory, index + np.int32(i)) for i in range(size)]
+
+    def store_vector(self, memory: Memory, index: np.ndarray, values: Sequence[np.ndarray]) -> None:
+        assert not (index[self._active] % len(values)).any(), "not aligned"
+        for i, value in enumerate(values):
+            self.store(memory, index + np.int32(i), value)
 
     def store(self, memory: Memory, index: np.ndarray, value: Any) -> None:
         threads, at = self._thread[self._active], index[self._active]

@@ -6,11 +6,13 @@ checks for races. Types are those of numpy: int32 and uint32 and uint64 differ i
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, math, scf
 
@@ -147,6 +149,10 @@ class Threads:
     def minimum(self, a: Value, b: Any) -> Value:
         return a._apply({FLOAT: arith.minnumf, INT: arith.minsi}.get(a.kind, arith.minui), b)
 
+    def divide(self, a: Value, divisor: int) -> Value:
+        """Of an integer that is not negative."""
+        return a._apply(arith.divui, divisor)
+
     def cast(self, a: Value, kind: np.dtype) -> Value:
         """Between integers (and truth values): extended by their own sign, or cut off."""
         old, new = (1 if k == BOOL else 8 * k.itemsize for k in (a.kind, kind))
@@ -165,12 +171,16 @@ class Threads:
     def log2(self, a: Value) -> Value:
         return Value(math.log2(a.code), FLOAT)
 
-    def popcount(self, a: Value) -> Value:
-        return self._ptx("popc.b32 $0, $1;", INT, a)
-
     def lowest_bit(self, a: Value) -> Value:
         """Index of the lowest bit that is set; 32 if none is."""
         return self._ptx("{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }", INT, a)
+
+    def pick(self, index: Value, memories: Sequence[Memory]) -> Memory:
+        """One of several arrays of one type in global memory; all threads of the block pick the same."""
+        picked = copy.copy(memories[0])
+        for i, memory in enumerate(memories[1:], 1):
+            picked.pointer = arith.select(self.is_equal(index, i).code, memory.pointer, picked.pointer)
+        return picked
 
     def load(self, memory: Memory, index: Value) -> Value:
         loaded = llvm.load(_type(memory.kind), memory.at(index), alignment=memory.kind.itemsize)
@@ -186,12 +196,15 @@ class Threads:
         code = value.code if isinstance(value, Value) else _constant(memory.kind, value)
         llvm.store(code, memory.at(index), alignment=memory.kind.itemsize)
 
+    def store_vector(self, memory: Memory, index: Value, values: Sequence[Value]) -> None:
+        """Stores values side by side, aligned to their size."""
+        code = w.register([value.code for value in values])
+        llvm.store(code, memory.at(index), alignment=len(values) * memory.kind.itemsize)
+
     def atomic_add(self, memory: Memory, index: Value, value: int) -> Value:
         """Adds to an int32 in shared memory; returns what was there."""
         ptx = f"atom.shared.add.u32 $0, [$1], {value};"
-        return Value(
-            mgpu.utils.inline_ptx(ptx, memory.at(index), result_types=w.i32(), has_side_effects=True), INT
-        )
+        return Value(mgpu.utils.inline_ptx(ptx, memory.at(index), result_types=w.i32(), has_side_effects=True), INT)
 
     @contextlib.contextmanager
     def when(self, condition: Value) -> Iterator[None]:
@@ -274,8 +287,6 @@ def warp_reduce(t: Any, value: Any, combine: Callable, width: int = 32) -> Any:
     return value
 
 
-
-
 def run(function: Callable, refs: Sequence[tuple[Any, np.dtype]], scalars: Sequence[Any]) -> None:
     """Calls ``function(threads, *scalars, *memories)`` in a kernel's body.
 
@@ -289,3 +300,15 @@ def run(function: Callable, refs: Sequence[tuple[Any, np.dtype]], scalars: Seque
         function(Threads(), *numbers, *map(Memory, args[: len(refs)], kinds))
 
     call(*(ref for ref, _ in refs), *scalars)
+
+
+def options(name: str, num_threads: int) -> dict[str, Any]:
+    """Arguments of `plgpu.kernel` for a kernel whose body calls `run`."""
+    return {
+        "num_threads": num_threads // 128,
+        "thread_name": "warpgroup",
+        "kernel_name": name,
+        "compiler_params": plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    }

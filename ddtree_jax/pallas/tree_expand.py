@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.simt import FLOAT, INT, UINT, WIDE
-from ddtree_jax.pallas.tree_expand_grow import Growth, grow
+from ddtree_jax.pallas.simt import FLOAT, INT, WIDE
+from ddtree_jax.pallas.tree_expand_grow import Growth, grow, write_tree
 from ddtree_jax.pallas.tree_expand_merge import Lists, merge_rows
 from ddtree_jax.pallas.tree_expand_top import Piece, select_top
 
@@ -99,7 +99,7 @@ def top_candidates(
             plgpu.SMEM((piece.num_threads // 32,), jnp.float32),
             plgpu.SMEM((1,), jnp.int32),
         ],
-        **_options("tree_expand_top", piece.num_threads),
+        **simt.options("tree_expand_top", piece.num_threads),
     )(logits_BLV.reshape(batch * depth, vocab), first_id.reshape(1))
     shape = (batch, depth, *lists[1:])
     return Candidates(logit.reshape(shape), token.reshape(shape), lse.reshape(shape[:-1]))
@@ -141,8 +141,9 @@ def expand_tree(
     for name, size, most in (("rows", depth, MAX_DEPTH), ("pieces", num_pieces, MAX_PIECES)):
         if not 1 <= size <= most:
             raise NotImplementedError(f"{size} {name}; 1 to {most} fit")
-    if num_nodes - 1 > MAX_BUDGET or num_candidates > MAX_BUDGET:
-        raise NotImplementedError(f"{num_nodes} nodes of {num_candidates} candidates; at most {MAX_BUDGET} and 1 more fit")
+    for name, size in (("nodes behind the root", num_nodes - 1), ("candidates", num_candidates)):
+        if not 1 <= size <= MAX_BUDGET:
+            raise NotImplementedError(f"{size} {name}; 1 to {MAX_BUDGET} fit")
     threads = config.expand_threads if num_candidates <= 64 else config.expand_threads // 2
     lists = Lists(depth=depth, num_pieces=num_pieces, num_candidates=num_candidates, num_threads=threads)
     growth = Growth(depth=depth, num_candidates=num_candidates, stride=lists.stride, num_nodes=num_nodes)
@@ -150,7 +151,7 @@ def expand_tree(
     num_keys = 2 * depth * lists.warps_a_row * lists.stride
 
     def body(*refs: Any) -> None:
-        kinds = (INT, INT, FLOAT, INT, FLOAT, INT, *[INT] * 6, WIDE, FLOAT, INT, UINT)
+        kinds = (INT, INT, FLOAT, INT, FLOAT, INT, *[INT] * 6, WIDE, FLOAT, INT, INT, INT)
         simt.run(functools.partial(_expand, lists, growth), list(zip(refs, kinds, strict=True)), [lax.axis_index("b")])
 
     return Expansion(
@@ -167,26 +168,18 @@ def expand_tree(
                 plgpu.SMEM((num_keys,), jnp.int32),
                 plgpu.SMEM((depth * lists.stride,), jnp.float32),
                 plgpu.SMEM((depth * lists.stride,), jnp.int32),
-                plgpu.SMEM((num_nodes * growth.mask_words,), jnp.uint32),
+                plgpu.SMEM((num_nodes,), jnp.int32),
+                plgpu.SMEM((1,), jnp.int32),
             ],
-            **_options("tree_expand_grow", threads),
+            **simt.options("tree_expand_grow", threads),
         )(root_B, start_B, *candidates, budget.reshape(1))
     )
 
 
 def _expand(lists: Lists, growth: Growth, t: Any, sequence: Any, root: Any, start: Any, *memories: Any) -> None:
-    logit, token, lse, budget, *outs, keys, row_logp, row_token, masks = memories
+    logit, token, lse, budget, *outs, keys, row_logp, row_token, records, count = memories
     merge_rows(t, lists, sequence, logit, token, lse, keys, row_logp, row_token)
     with t.when(t.thread() < 32):
-        grow(t, growth, sequence, root, start, budget, row_logp, row_token, outs, masks)
-
-
-def _options(name: str, num_threads: int) -> dict[str, Any]:
-    return {
-        "num_threads": num_threads // 128,
-        "thread_name": "warpgroup",
-        "kernel_name": name,
-        "compiler_params": plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    }
+        grow(t, growth, budget, row_logp, records, count)
+    t.barrier()
+    write_tree(t, growth, sequence, root, start, row_token, records, count, outs)

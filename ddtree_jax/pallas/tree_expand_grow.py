@@ -20,6 +20,7 @@ from ddtree_jax.pallas.tree_expand_top import ordered, unordered
 
 _LANES = 32
 _ALL = (1 << 32) - 1
+_PLACE = (1 << 20) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,76 +68,86 @@ class _Continuation:
         return cls(key, path, high, low, place)
 
 
-def grow(
-    t: Any, shape: Growth, sequence: Any, root: Any, start: Any, budget: Any, logp: Any, token: Any, outs: Any, masks: Any
-) -> None:
-    """Run by one warp. Shared memory: logp and token [L, stride], masks [N, W]. ``outs``: see `tree_expand`."""
-    lane = t.thread() & (_LANES - 1)
-    out_token, out_parent, out_depth, out_position, out_count, _ = outs
-    first, position = sequence * shape.num_nodes, t.load(start, sequence)
-    with t.when(t.is_equal(lane, 0)):
-        t.store(out_token, first, t.load(root, sequence))
-        t.store(out_parent, first, 0)
-        t.store(out_depth, first, 0)
-        t.store(out_position, first, position)
-    _store_mask(t, shape, sequence, t.value(INT, 0), None, outs, masks)
+def grow(t: Any, shape: Growth, budget: Any, logp: Any, records: Any, count: Any) -> None:
+    """Run by one warp: fills ``count`` and, for all nodes but the root, ``records``.
 
-    key = _key(t, *_add(t.value(FLOAT, 0.0), t.value(FLOAT, 0.0), t.load(logp, t.value(INT, 0))))
-    values: list = []
-    for j in range(shape.registers):
-        is_root = t.is_equal(lane, 0 if j == 0 else -1)
-        path = [t.value(WIDE, int(i == shape.path_words - 1)) for i in range(shape.path_words)]
-        root_of = _Continuation(
-            t.select(is_root, key, 0), path, t.value(FLOAT, 0.0), t.value(FLOAT, 0.0), t.value(INT, 0)
-        )
-        values += root_of.values()
+    Global memory: budget [1]. Shared: logp [L, stride], records [N] (parent, depth of the parent and rank), count [1].
+    """
+    lane, zero, nothing = t.thread() & (_LANES - 1), t.value(INT, 0), t.value(FLOAT, 0.0)
+    key = _key(t, *_add(nothing, nothing, t.load(logp, zero)))
+    path = [t.value(WIDE, int(i == shape.path_words - 1)) for i in range(shape.path_words)]
+    behind_root = _Continuation(t.select(t.is_equal(lane, 0), key, 0), path, nothing, nothing, zero)
+    empty = _Continuation(t.value(WIDE, 0), path, nothing, nothing, zero)
+    slots = [behind_root] + [empty] * (shape.registers - 1)
 
-    def add_node(i: Any, count: Any, *values: Any) -> list:
+    def add_node(i: Any, num: Any, *values: Any) -> list:
         size = len(values) // shape.registers
         slots = [_Continuation.of(list(values[j * size : (j + 1) * size])) for j in range(shape.registers)]
         best, register = _best_of_lane(t, slots)
-        sibling, child = _successors(t, shape, best, logp)
-        winner, is_any = _winner(t, best)
-        key, child_key = t.shuffle(best.key, winner), t.shuffle(child.key, winner)
-        path = [t.shuffle(word, winner) for word in child.path]
-        place = t.shuffle(best.place, winner)
-        parent = t.shuffle(lane + register * _LANES, winner)
-        high, low = _sum_of(t, key)
+        terms = _terms_that_follow(t, shape, best, logp)
+        winner, largest = _winner(t, best)
+        sibling, child_key = _successors(t, shape, best, *terms)
+        low = t.shuffle(t.cast(best.key, UINT), winner)
+        child_key = t.shuffle(child_key, winner)
+        path = [t.shuffle(word, winner) for word in best.path]
+        place = t.shuffle(best.place | (register << 20), winner)
+        depth, parent = (place >> 16) & 15, winner + (place >> 20) * _LANES
         # At the last depth the key is 0, and the place stays one that can be read.
-        below = t.minimum((place & -65536) + 65536, (shape.depth - 1) << 16)
-        new = _Continuation(child_key, path, high, low, below)
-        node = i + 1
+        below = t.minimum(depth + 1, shape.depth - 1) << 16
+        path[-1] = path[-1] + 1
+        new = _Continuation(child_key, path, unordered(t, largest), unordered(t, low), below)
+        node, is_any = i + 1, largest > 0
         is_winner, is_owner = t.is_equal(lane, winner) & is_any, t.is_equal(lane, node & (_LANES - 1)) & is_any
         changed = []
         for j, slot in enumerate(slots):
             slot = _choose(t, is_winner & t.is_equal(register, j), sibling, slot)
             changed += _choose(t, is_owner & t.is_equal(node >> 5, j), new, slot).values()
-        with t.when(is_any):
-            depth = place >> 16
-            with t.when(t.is_equal(lane, 0)):
-                t.store(out_token, first + node, t.load(token, depth * shape.stride + (place & 65535)))
-                t.store(out_parent, first + node, parent)
-                t.store(out_depth, first + node, depth + 1)
-                t.store(out_position, first + node, position + depth + 1)
-            _store_mask(t, shape, sequence, node, parent, outs, masks)
-        return [count + t.cast(t.cast(is_any, UINT), INT), *changed]
+        with t.when(is_winner):
+            t.store(records, node, (parent << 20) | (best.place & _PLACE))
+        return [num + t.cast(t.cast(is_any, UINT), INT), *changed]
 
-    limit = t.minimum(t.load(budget, t.value(INT, 0)), shape.num_nodes - 1)
-    count, *_ = t.loop(limit, add_node, [t.value(INT, 1), *values])
+    limit = t.minimum(t.load(budget, zero), shape.num_nodes - 1)
+    num, *_ = t.loop(limit, add_node, [t.value(INT, 1), *(value for slot in slots for value in slot.values())])
     with t.when(t.is_equal(lane, 0)):
-        t.store(out_count, sequence, count)
-    _pad(t, shape, sequence, position, count, outs)
+        t.store(count, zero, num)
 
 
-def _store_mask(t: Any, shape: Growth, sequence: Any, node: Any, parent: Any, outs: Any, masks: Any) -> None:
-    """A lane a word: what the parent sees, if there is one, and the node itself. A lane reads what it wrote itself."""
-    lane = t.thread() & (_LANES - 1)
-    with t.when(lane < shape.mask_words):
-        word = t.select(t.is_equal(node >> 5, lane), t.value(UINT, 1) << t.cast(node & (_LANES - 1), UINT), 0)
-        if parent is not None:
-            word = word | t.load(masks, parent * shape.mask_words + lane)
-        t.store(masks, node * shape.mask_words + lane, word)
-        t.store(outs[-1], (sequence * shape.num_nodes + node) * shape.mask_words + lane, t.cast(word, INT))
+def write_tree(
+    t: Any, shape: Growth, sequence: Any, root: Any, start: Any, token: Any, records: Any, count: Any, outs: Any
+) -> None:
+    """A thread a node. Global memory: root and start [B]; shared: token [L, stride]. ``outs``: see `tree_expand`."""
+    node, num, position = t.thread(), t.load(count, t.value(INT, 0)), t.load(start, sequence)
+    out_token, out_parent, out_depth, out_position, out_count, out_mask = outs
+    with t.when(t.is_equal(node, 0)):
+        t.store(out_count, sequence, num)
+    with t.when(node < shape.num_nodes):
+        is_inner = (node > 0) & (node < num)
+        record = t.load(records, t.select(is_inner, node, 1))
+        parent, depth = t.select(is_inner, record >> 20, 0), t.select(is_inner, (record >> 16 & 15) + 1, 0)
+        drawn = t.load(token, t.select(is_inner, (record >> 16 & 15) * shape.stride + (record & 65535), 0))
+        drawn = t.select(is_inner, drawn, t.select(t.is_equal(node, 0), t.load(root, sequence), 0))
+        at = sequence * shape.num_nodes + node
+        for out, value in (
+            (out_token, drawn),
+            (out_parent, parent),
+            (out_depth, depth),
+            (out_position, position + depth),
+        ):
+            t.store(out, at, value)
+        words = _bits(t, shape, node)
+        for _ in range(shape.depth):
+            words = [
+                word | t.select(is_inner, bit, 0) for word, bit in zip(words, _bits(t, shape, parent), strict=True)
+            ]
+            parent = t.select(parent > 0, t.load(records, t.maximum(parent, 1)) >> 20, 0)
+        for i, word in enumerate(words):
+            t.store(out_mask, at * shape.mask_words + i, t.cast(word, INT))
+
+
+def _bits(t: Any, shape: Growth, node: Any) -> list:
+    """Mask words with the bit of a node."""
+    bit = t.value(UINT, 1) << t.cast(node & (_LANES - 1), UINT)
+    return [t.select(t.is_equal(node >> 5, word), bit, 0) for word in range(shape.mask_words)]
 
 
 def _add(high: Any, low: Any, term: Any) -> tuple[Any, Any]:
@@ -151,10 +162,6 @@ def _add(high: Any, low: Any, term: Any) -> tuple[Any, Any]:
 def _key(t: Any, high: Any, low: Any) -> Any:
     """Orders as the sums do."""
     return (t.cast(ordered(t, high), WIDE) << 32) | t.cast(ordered(t, low), WIDE)
-
-
-def _sum_of(t: Any, key: Any) -> tuple[Any, Any]:
-    return unordered(t, t.cast(key >> 32, UINT)), unordered(t, t.cast(key, UINT))
 
 
 def _is_better(t: Any, a: _Continuation, b: _Continuation) -> Any:
@@ -176,26 +183,27 @@ def _best_of_lane(t: Any, slots: list[_Continuation]) -> tuple[_Continuation, An
     return best, register
 
 
-def _successors(t: Any, shape: Growth, best: _Continuation, logp: Any) -> tuple[_Continuation, _Continuation]:
-    """What takes a continuation's place behind its node, and its own first child (whose score stands in the key alone)."""
+def _terms_that_follow(t: Any, shape: Growth, best: _Continuation, logp: Any) -> tuple[Any, Any]:
+    """Log-probabilities of the next rank at a continuation's depth, and of the first one below it."""
     depth, rank = best.place >> 16, best.place & 65535
     following = t.load(logp, depth * shape.stride + t.minimum(rank + 1, shape.num_candidates - 1))
-    key = _key(t, *_add(best.high, best.low, following))
-    path = []
-    for i, word in enumerate(best.path):
-        step = t.value(WIDE, 1) << t.cast(t.cast((~depth & 7) * 8, UINT), WIDE)
-        path.append(word + t.select(t.is_equal(depth >> 3, i), step, 0))
-    has_next = rank + 1 < shape.num_candidates
-    sibling = _Continuation(t.select(has_next, key, 0), path, best.high, best.low, best.place + 1)
+    return following, t.load(logp, t.minimum(depth + 1, shape.depth - 1) * shape.stride)
 
-    below = t.load(logp, t.minimum(depth + 1, shape.depth - 1) * shape.stride)
-    key = t.select(depth + 1 < shape.depth, _key(t, *_add(*_sum_of(t, best.key), below)), 0)
-    path = [*best.path[:-1], best.path[-1] + 1]
-    return sibling, _Continuation(key, path, best.high, best.low, best.place)
+
+def _successors(t: Any, shape: Growth, best: _Continuation, following: Any, below: Any) -> tuple[_Continuation, Any]:
+    """What takes a continuation's place behind its node, and the key of its own first child."""
+    depth, rank = best.place >> 16, best.place & 65535
+    key = _key(t, *_add(best.high, best.low, following))
+    step = t.value(WIDE, 1) << t.cast(t.cast((~depth & 7) * 8, UINT), WIDE)
+    path = [word + t.select(t.is_equal(depth >> 3, i), step, 0) for i, word in enumerate(best.path)]
+    key = t.select(rank + 1 < shape.num_candidates, key, 0)
+    high, low = (unordered(t, t.cast(part, UINT)) for part in (best.key >> 32, best.key))
+    child_key = t.select(depth + 1 < shape.depth, _key(t, *_add(high, low, below)), 0)
+    return _Continuation(key, path, best.high, best.low, best.place + 1), child_key
 
 
 def _winner(t: Any, best: _Continuation) -> tuple[Any, Any]:
-    """Lane with the best continuation, and whether there is any."""
+    """Lane with the best continuation, and the upper half of its key, which is 0 if there is none."""
     high = t.cast(best.key >> 32, UINT)
     largest = t.warp_maximum(high)
     is_best = t.is_equal(high, largest)
@@ -209,21 +217,5 @@ def _winner(t: Any, best: _Continuation) -> tuple[Any, Any]:
                 among = among & t.is_equal(part, t.warp_minimum(t.select(among, part, _ALL)))
         return [t.ballot(among)]
 
-    (lanes,) = t.branch(t.popcount(lanes) > 1, break_tie, [lanes])
-    return t.lowest_bit(lanes), largest > 0
-
-
-def _pad(t: Any, shape: Growth, sequence: Any, position: Any, count: Any, outs: Any) -> None:
-    """Nodes from ``count`` on: zeros, and a mask of themselves alone."""
-    lane = t.thread() & (_LANES - 1)
-    out_token, out_parent, out_depth, out_position, _, out_mask = outs
-    for turn in range(shape.mask_words):
-        node = lane + turn * _LANES
-        with t.when((node >= count) & (node < shape.num_nodes)):
-            at = sequence * shape.num_nodes + node
-            for out in (out_token, out_parent, out_depth):
-                t.store(out, at, 0)
-            t.store(out_position, at, position)
-            for word in range(shape.mask_words):
-                own = t.select(t.is_equal(node >> 5, word), t.value(INT, 1) << lane, 0)
-                t.store(out_mask, at * shape.mask_words + word, own)
+    (lanes,) = t.branch((lanes & (lanes - 1)) > 0, break_tie, [lanes])
+    return t.lowest_bit(lanes), largest

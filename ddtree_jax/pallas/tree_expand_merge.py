@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.simt import INT
 from ddtree_jax.pallas.tree_expand_top import LN_2, LOG2_E, LOWEST, column_of, key_of, logit_of
 
 IMPOSSIBLE = -1e30

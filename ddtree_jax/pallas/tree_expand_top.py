@@ -98,7 +98,8 @@ def select_top(
 ) -> None:
     """Writes a piece's best, best first, as logits and ids (column + ``first_id``); places without a column hold id -1.
 
-    Global memory: logits [rows, columns], out_logit and out_token [rows, pieces, K], out_lse [rows, pieces]. Shared: groups [G] and survivors, keys; bound [2] keys; sums [warps]; count [1].
+    Global memory: logits [rows, columns], out_logit and out_token [rows, pieces, K], out_lse [rows, pieces]. Shared:
+    groups [G], survivors and bound [2], all keys; sums [warps]; count [1].
     """
     thread, first = t.thread(), t.value(INT, 0)
 
