@@ -67,6 +67,15 @@ class NumpyThreads:
         with np.errstate(divide="ignore"):
             return np.log2(a)
 
+    def log(self, a: np.ndarray) -> np.ndarray:
+        return np.log(a)
+
+    def round(self, a: np.ndarray) -> np.ndarray:
+        return np.rint(a).astype(UINT)
+
+    def popcount(self, a: np.ndarray) -> np.ndarray:
+        return np.bitwise_count(a).astype(INT)
+
     def lowest_bit(self, a: np.ndarray) -> np.ndarray:
         return np.where(a == 0, 32, np.bitwise_count((a & -a.astype(np.int64)) - 1)).astype(INT)
 
@@ -113,12 +122,12 @@ class NumpyThreads:
         racing = others & ~is_behind_block_barrier & ~is_behind_warp_barrier
         assert not racing.any(), f"threads {threads[racing][:5]} {what} {at[racing][:5]} without a barrier"
 
-    def atomic_add(self, memory: Memory, index: np.ndarray, value: int) -> np.ndarray:
+    def atomic_add(self, memory: Memory, index: np.ndarray, value: np.ndarray) -> np.ndarray:
         before = np.zeros(self._thread.shape, INT)
         for thread in self._thread[self._active]:
             at = index[thread]
             before[thread] = memory.array[at]
-            memory.array[at] += value
+            memory.array[at] += value[thread]
             memory.writer[at], memory.written_at[:, at] = _SEVERAL, self._time[:, thread]
         return before
 
@@ -162,6 +171,9 @@ class NumpyThreads:
 
     def warp_minimum(self, value: np.ndarray) -> np.ndarray:
         return self._of_warps(value, lambda warps: warps.min(axis=1))
+
+    def warp_sum(self, value: np.ndarray) -> np.ndarray:
+        return self._of_warps(value, lambda warps: warps.sum(axis=1))
 
     def _of_warps(self, value: np.ndarray, reduce: Callable) -> np.ndarray:
         self._need_warps()

@@ -82,7 +82,7 @@ def walk(
         t.barrier()
     with t.when(is_node & t.is_equal(flag, 1)):
         t.store(path, t.load(depth, at), node)
-        t.atomic_add(total, zero, 1)
+        t.atomic_add(total, zero, t.value(INT, 1))
     t.barrier()
     with t.when(node < num_places):
         t.store(out_path, sequence * num_places + node, t.load(path, node))

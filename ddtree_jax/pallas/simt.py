@@ -60,6 +60,9 @@ class Value:
     def __sub__(self, other: Any) -> "Value":
         return self._apply(arith.subf if self._is_float() else arith.subi, other)
 
+    def __truediv__(self, other: Any) -> "Value":
+        return self._apply(arith.divf, other)
+
     def __mul__(self, other: Any) -> "Value":
         return self._apply(arith.mulf if self._is_float() else arith.muli, other)
 
@@ -171,6 +174,17 @@ class Threads:
     def log2(self, a: Value) -> Value:
         return Value(math.log2(a.code), FLOAT)
 
+    def log(self, a: Value) -> Value:
+        """Natural logarithm, to the last bit that of XLA."""
+        return Value(math.log(a.code), FLOAT)
+
+    def round(self, a: Value) -> Value:
+        """Nearest uint32 of a float."""
+        return self._ptx("cvt.rni.u32.f32 $0, $1;", UINT, a)
+
+    def popcount(self, a: Value) -> Value:
+        return self._ptx("popc.b32 $0, $1;", INT, a)
+
     def lowest_bit(self, a: Value) -> Value:
         """Index of the lowest bit that is set; 32 if none is."""
         return self._ptx("{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }", INT, a)
@@ -193,7 +207,7 @@ class Threads:
         return [Value(element, memory.kind) for element in w.elements(loaded, size)]
 
     def store(self, memory: Memory, index: Value, value: Any) -> None:
-        code = value.code if isinstance(value, Value) else _constant(memory.kind, value)
+        code = self.value(memory.kind, 0)._with(value)
         llvm.store(code, memory.at(index), alignment=memory.kind.itemsize)
 
     def store_vector(self, memory: Memory, index: Value, values: Sequence[Value]) -> None:
@@ -201,10 +215,11 @@ class Threads:
         code = w.register([value.code for value in values])
         llvm.store(code, memory.at(index), alignment=len(values) * memory.kind.itemsize)
 
-    def atomic_add(self, memory: Memory, index: Value, value: int) -> Value:
+    def atomic_add(self, memory: Memory, index: Value, value: Value) -> Value:
         """Adds to an int32 in shared memory; returns what was there."""
-        ptx = f"atom.shared.add.u32 $0, [$1], {value};"
-        return Value(mgpu.utils.inline_ptx(ptx, memory.at(index), result_types=w.i32(), has_side_effects=True), INT)
+        ptx = "atom.shared.add.u32 $0, [$1], $2;"
+        options = {"result_types": w.i32(), "has_side_effects": True}
+        return Value(mgpu.utils.inline_ptx(ptx, memory.at(index), value.code, **options), INT)
 
     @contextlib.contextmanager
     def when(self, condition: Value) -> Iterator[None]:
@@ -264,6 +279,9 @@ class Threads:
     def warp_minimum(self, value: Value) -> Value:
         return self._ptx("redux.sync.min.u32 $0, $1, 0xffffffff;", UINT, value, is_collective=True)
 
+    def warp_sum(self, value: Value) -> Value:
+        return self._ptx("redux.sync.add.u32 $0, $1, 0xffffffff;", UINT, value, is_collective=True)
+
     def warp_barrier(self) -> None:
         mgpu.utils.warp_barrier()
 
@@ -285,6 +303,32 @@ def warp_reduce(t: Any, value: Any, combine: Callable, width: int = 32) -> Any:
         value = combine(value, t.shuffle_xor(value, distance))
         distance *= 2
     return value
+
+
+def block_reduce(t: Any, value: Any, combine: Callable, scratch: Any, num_warps: int) -> Any:
+    """Combines the values of all threads, up to 32 warps; all of them get the result. ``scratch`` [warps] is free again."""
+    lane = t.thread() & 31
+    value = warp_reduce(t, value, combine)
+    with t.when(t.is_equal(lane, 0)):
+        t.store(scratch, t.thread() >> 5, value)
+    t.barrier()
+    width = 1
+    while width < num_warps:
+        width *= 2
+    # Repeated values are combined with their likes alone: the warps' number is a power of two.
+    value = warp_reduce(t, t.load(scratch, lane & (width - 1)), combine, width)
+    t.barrier()
+    return value
+
+
+def append(t: Any, condition: Any, count: Any) -> Any:
+    """A place of its own for each thread where the condition holds; ``count`` [1] in shared memory counts them."""
+    lanes = t.ballot(condition)
+    lane, zero = t.thread() & 31, t.value(INT, 0)
+    before = t.popcount(lanes & ((t.value(UINT, 1) << t.cast(lane, UINT)) - 1))
+    first = [zero]
+    first = t.branch(t.is_equal(lane, 0), lambda: [t.atomic_add(count, zero, t.popcount(lanes))], first)
+    return t.shuffle(first[0], zero) + before
 
 
 def run(function: Callable, refs: Sequence[tuple[Any, np.dtype]], scalars: Sequence[Any]) -> None:

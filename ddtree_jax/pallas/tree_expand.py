@@ -72,7 +72,7 @@ def top_candidates(
         raise NotImplementedError(f"logits are {logits_BLV.dtype}; float32 is needed")
     if not 1 <= num_candidates <= MAX_BUDGET:
         raise NotImplementedError(f"{num_candidates} candidates; 1 to {MAX_BUDGET} fit")
-    piece = _piece(vocab, num_candidates, config)
+    piece = Piece.of(vocab, num_candidates, config.num_threads, config.vectors)
     if piece.num_pieces > MAX_PIECES:
         raise NotImplementedError(f"{vocab} columns; at most {MAX_PIECES * piece.columns} fit")
     lists = (batch * depth, piece.num_pieces, num_candidates)
@@ -103,19 +103,6 @@ def top_candidates(
     )(logits_BLV.reshape(batch * depth, vocab), first_id.reshape(1))
     shape = (batch, depth, *lists[1:])
     return Candidates(logit.reshape(shape), token.reshape(shape), lse.reshape(shape[:-1]))
-
-
-def _piece(vocab: int, num_candidates: int, config: Config) -> Piece:
-    """As few vectors a thread as give as many pieces a row as a wide vocabulary has."""
-    width = next(width for width in (4, 2, 1) if vocab % width == 0)
-    vectors = config.vectors * 4 // width
-    return Piece(
-        num_columns=vocab,
-        num_best=num_candidates,
-        num_threads=config.num_threads,
-        vectors=min(vectors, -(-vocab // (config.num_threads * width))),
-        width=width,
-    )
 
 
 def _select_top(piece: Piece, t: Any, *args: Any) -> None:

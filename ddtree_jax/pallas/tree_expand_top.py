@@ -34,6 +34,18 @@ class Piece:
     vectors: int
     width: int
 
+    @classmethod
+    def of(cls, num_columns: int, num_best: int, num_threads: int, vectors: int) -> "Piece":
+        """Threads that load up to ``vectors`` times 16 bytes, or the same in smaller pieces where rows are not so aligned."""
+        width = next(width for width in (4, 2, 1) if num_columns % width == 0)
+        return cls(
+            num_columns=num_columns,
+            num_best=num_best,
+            num_threads=num_threads,
+            vectors=min(vectors * 4 // width, -(-num_columns // (num_threads * width))),
+            width=width,
+        )
+
     @property
     def columns(self) -> int:
         return self.num_threads * self.vectors * self.width
@@ -106,8 +118,8 @@ def select_top(
     with t.when(t.is_equal(thread, 0)):
         t.store(count, first, 0)
         t.store(bound, first, 0)
-    logit, column = _load(t, piece, row, index, logits)
-    best = _best_of_thread(t, piece, logit, column)
+    logit, column = load_columns(t, piece, row, index, logits)
+    best = best_of_thread(t, piece, logit, column)
     _find_bound(t, piece, best, groups, bound)
 
     limit, top = t.load(bound, first), t.load(bound, first + 1)
@@ -115,7 +127,7 @@ def select_top(
         for x, c in zip(logit, column, strict=True):
             key = key_of(t, x, c)
             with t.when((c < piece.num_columns) & (key >= limit)):
-                t.store(survivors, t.atomic_add(count, first, 1), key)
+                t.store(survivors, t.atomic_add(count, first, t.value(INT, 1)), key)
     maximum = t.maximum(logit_of(t, top), LOWEST)
     parts = [
         t.select(c < piece.num_columns, t.exp2((x - maximum) * LOG2_E), 0.0) for x, c in zip(logit, column, strict=True)
@@ -130,7 +142,7 @@ def select_top(
     _store_lse(t, piece, maximum, sums, row * piece.num_pieces + index, out_lse)
 
 
-def _load(t: Any, piece: Piece, row: Any, index: Any, logits: Any) -> tuple[list, list]:
+def load_columns(t: Any, piece: Piece, row: Any, index: Any, logits: Any) -> tuple[list, list]:
     """Logits and columns of a thread, in the order of columns; columns from ``num_columns`` on repeat others' logits."""
     logit, column = [], []
     for turn in range(piece.vectors):
@@ -141,7 +153,7 @@ def _load(t: Any, piece: Piece, row: Any, index: Any, logits: Any) -> tuple[list
     return logit, column
 
 
-def _best_of_thread(t: Any, piece: Piece, logit: list, column: list) -> Any:
+def best_of_thread(t: Any, piece: Piece, logit: list, column: list) -> Any:
     """Key of the best column, 0 if there is none. Columns rise, so that the first of equal logits has the lowest."""
     best, where = t.value(UINT, 0), t.value(INT, 0)
     for x, c in zip(logit, column, strict=True):
