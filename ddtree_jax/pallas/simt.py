@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -356,3 +357,24 @@ def options(name: str, num_threads: int) -> dict[str, Any]:
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     }
+
+
+def check_device() -> None:
+    """Raises NotImplementedError where a kernel cannot be part of the program that is being traced."""
+    if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
+        raise NotImplementedError(
+            f"{jax.device_count()} devices outside shard_map; the partitioner cannot divide a kernel"
+        )
+    device = jax.config.jax_default_device or jax.devices()[0]
+    capability = getattr(device, "compute_capability", "9.0")
+    if int(capability.split(".")[0]) < 8:
+        raise NotImplementedError(f"compute capability {capability}; at least 8.0 is needed")
+
+
+def choose(kernel: Callable, reference: Callable, *arrays: Any) -> Any:
+    """``kernel(*arrays)`` where the program is compiled for a GPU and the kernel takes them, else the reference's result."""
+    try:
+        check_device()
+        return jax.lax.platform_dependent(*arrays, cuda=kernel, default=reference)
+    except NotImplementedError:
+        return reference(*arrays)
