@@ -1,4 +1,4 @@
-"""Accept and commit: against `tree.walk`, `take_rows` and `append`, and kernel times. See `bench_kernels`."""
+"""Accept and commit: against `tree.walk_reference`, `take_rows` and `append`, and kernel times. See `bench_kernels`."""
 
 import functools
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def by_xla(slots: list, rows: list, nodes: tuple, drawn_BN: jax.Array, length_B:
     built = tree.Tree(
         token_BN=token_BN, parent_BN=parent_BN, depth_BN=depth_BN, count_B=count_B, visible_BNn=visible_BNn
     )
-    path_BT, accepted_B = tree.walk(built, drawn_BN, DEPTH)
+    path_BT, accepted_B = tree.walk_reference(built, drawn_BN, DEPTH)
     return cache.append(slots, cache.take_rows(rows, path_BT), length_B, accepted_B), path_BT, accepted_B
 
 

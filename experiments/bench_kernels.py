@@ -5,6 +5,8 @@
     python -m experiments.bench_kernels --kernel int4_moe [--nodes 1,8,16,32,64] [--check 1000]
     python -m experiments.bench_kernels --kernel tree_mla [--form hopper]
     python -m experiments.bench_kernels --kernel tree_expand [--check 10000]
+    python -m experiments.bench_kernels --kernel sample [--check 10]
+    python -m experiments.bench_kernels --kernel commit
 
 Prints a line a case and replaces ``results/KERNEL.jsonl``.
 """
@@ -16,27 +18,34 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import bench_int4_moe, bench_tree_expand, bench_tree_mla
+from experiments import bench_commit, bench_int4_moe, bench_sample, bench_tree_expand, bench_tree_mla
 from experiments.results_file import provenance, write_lines
 
-_KERNEL = flags.DEFINE_enum("kernel", None, ["int4_moe", "tree_mla", "tree_expand"], "Which kernel.", required=True)
+_KERNELS = ("int4_moe", "tree_mla", "tree_expand", "sample", "commit")
+_KERNEL = flags.DEFINE_enum("kernel", None, list(_KERNELS), "Which kernel.", required=True)
 _NODES = flags.DEFINE_list("nodes", ["1", "8", "16", "32", "64"], "int4_moe: tokens in a call.")
 _REFERENCE_NODES = flags.DEFINE_list(
     "reference_nodes", ["16"], "int4_moe: of these the plain-JAX form is timed as well."
 )
 _FORM = flags.DEFINE_enum("form", "hopper", list(bench_tree_mla.FORMS), "tree_mla: which form.")
 _RUNS = flags.DEFINE_integer("runs", 32, "Timed calls a case; their median counts.")
-_CHECK = flags.DEFINE_integer("check", 0, "int4_moe, tree_expand: random cases to compare with the reference first.")
+_CHECK = flags.DEFINE_integer(
+    "check", 0, "int4_moe, tree_expand, sample: random cases (batches of draws) to compare with the reference first."
+)
 
 
 def measure() -> Iterator[dict[str, Any]]:
     if _KERNEL.value == "tree_mla":
         yield from bench_tree_mla.run(_FORM.value, runs=_RUNS.value)
         return
-    if _KERNEL.value == "tree_expand":
+    if _KERNEL.value == "commit":
+        yield from bench_commit.measure(_RUNS.value)
+        return
+    if _KERNEL.value in ("tree_expand", "sample"):
+        bench = bench_sample if _KERNEL.value == "sample" else bench_tree_expand
         if _CHECK.value:
-            print(bench_tree_expand.check(_CHECK.value), flush=True)
-        yield from bench_tree_expand.measure(_RUNS.value)
+            print(bench.check(_CHECK.value), flush=True)
+        yield from bench.measure(_RUNS.value)
         return
     if _CHECK.value:
         worst = bench_int4_moe.check_random(_CHECK.value)

@@ -1,4 +1,4 @@
-"""Target sampling by the kernels: random cases against `sampling.draw`, and kernel times. See `bench_kernels`."""
+"""Target sampling by the kernels: random cases against `sampling.sample_reference`, and kernel times. See `bench_kernels`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,21 +38,12 @@ def greedy(logits_BNV: jax.Array) -> jax.Array:
     return sample.merge_greedy(sample.best_of_pieces(logits_BNV, jnp.int32(0)))
 
 
-def keys(arrays: SamplingArrays, length_B: jax.Array) -> jax.Array:
-    """Threefry keys of the positions behind depths 0, 1, ..."""
-
-    def key(seed: jax.Array, sequence: jax.Array, position: jax.Array) -> jax.Array:
-        of_sequence = jax.random.fold_in(jax.random.key(seed), sequence)
-        return jax.random.key_data(jax.random.fold_in(of_sequence, position))
-
-    position_BT = length_B[:, None] + 1 + jnp.arange(DEPTHS, dtype=jnp.int32)[None]
-    return jax.vmap(jax.vmap(key, (None, None, 0)))(arrays.seed_B, arrays.sequence_B, position_BT)
-
-
 def drawn(logits_BNV: jax.Array, depth_BN: jax.Array, length_B: jax.Array, arrays: SamplingArrays) -> jax.Array:
     filters = Filters(arrays.temperature_B, arrays.top_k_B, arrays.top_p_B, arrays.min_p_B)
     pieces = sample.collect_pieces(logits_BNV, filters, jnp.int32(0), VOCAB)
-    return sample.draw_tokens(pieces, filters, depth_BN, keys(arrays, length_B), VOCAB)
+    position_BT = length_B[:, None] + 1 + jnp.arange(DEPTHS, dtype=jnp.int32)[None]
+    key_BT2 = jax.random.key_data(sampling.noise_keys(arrays, position_BT))
+    return sample.draw_tokens(pieces, filters, depth_BN, key_BT2, VOCAB)
 
 
 def arrays_of(**params: Any) -> SamplingArrays:
@@ -61,7 +52,8 @@ def arrays_of(**params: Any) -> SamplingArrays:
 
 
 def reference(logits_BNV: jax.Array, depth_BN: jax.Array, length_B: jax.Array, arrays: SamplingArrays) -> jax.Array:
-    return sampling.draw(logits_BNV, depth_BN, length_B, jnp.zeros(1, jnp.int32), arrays, DEPTHS)
+    position_BT = length_B[:, None] + 1 + jnp.arange(DEPTHS, dtype=jnp.int32)[None]
+    return sampling.sample_reference(logits_BNV, depth_BN, position_BT, arrays)
 
 
 CHECKED = (
@@ -75,7 +67,7 @@ CHECKED = (
 
 
 def check(num_batches: int, num_nodes: int = 16) -> dict[str, int]:
-    """Draws that differ from `sampling.draw` on the same device, and those that the kernels leave to it."""
+    """Draws that differ from `sampling.sample_reference` on the same device, and those that the kernels leave to it."""
     found = {"draws": 0, "differ": 0, "left": 0, "greedy": 0}
     kernel, expected = jax.jit(drawn), jax.jit(reference)
     for turn in range(num_batches):

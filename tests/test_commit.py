@@ -61,7 +61,7 @@ def test_walk(num_nodes, depth, vocab):
             if children.size and rng.random() < 0.7:
                 drawn[b, node] = built.token_BN[b, rng.choice(children)]
         path, accepted = run_walk(built, drawn, depth)
-        expected_path, expected = tree.walk(built, jnp.asarray(drawn), depth)
+        expected_path, expected = tree.walk_reference(built, jnp.asarray(drawn), depth)
         np.testing.assert_array_equal(path, expected_path)
         np.testing.assert_array_equal(accepted, expected)
         lengths += accepted.tolist()

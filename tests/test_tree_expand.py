@@ -1,4 +1,4 @@
-"""From draft logits to a tree: the kernels' code run on numpy, against sorting and `tree.expand`, and lowered for a GPU."""
+"""From draft logits to a tree: the kernels' code run on numpy, against sorting and the reference, and lowered for a GPU."""
 
 import functools
 import json
@@ -114,7 +114,7 @@ def assert_same_tree(built: tree.Tree, expected: tree.Tree, name: object = "") -
         np.testing.assert_array_equal(getattr(built, field), getattr(expected, field), err_msg=f"{name} {field}")
 
 
-EXPAND = jax.jit(tree.expand, static_argnums=4)
+EXPAND = jax.jit(tree.expand_reference, static_argnums=4)
 
 
 def expected_tree(token_LK: np.ndarray, logp_LK: np.ndarray, budget: int, num_nodes: int) -> tree.Tree:
