@@ -30,7 +30,6 @@ from ddtree_jax import decode, dflash, kimi
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
 from ddtree_jax.sharding import initialize, make_mesh
-from experiments.checkpoints import TINY_PAIR
 from experiments.kernel_times import kernel_seconds
 from experiments.results_file import provenance, write_lines
 
@@ -44,6 +43,7 @@ STAGES = ("draft", "expand", "verify", "accept", "commit")
 OWN = {"tree_expand": "expand", "sample": "accept", "accept_path": "accept", "commit_rows": "commit"}
 SLICES = 7
 WIDE_LAYERS, TENSOR = 4, 8
+TINY_PAIR = Path(__file__).parent / "tiny_kimi"
 KIMI_K26 = Path(__file__).parents[1] / "tests/configs/kimi_k26.json"
 DFLASH_K26 = Path(__file__).parents[1] / "tests/configs/kimi_k26_dflash_reconstructed.json"
 
@@ -83,16 +83,19 @@ def models_of(target: KimiConfig, drafter: DFlashConfig) -> decode.Models:
 
 
 def start(models: decode.Models, plan: decode.Plan, context: int, capacity: int) -> tuple[decode.State, SamplingArrays]:
-    """A state behind a random prompt, of a sequence that goes on for ``capacity`` tokens."""
+    """A state of a sequence that goes on for ``capacity`` tokens behind caches of zeros."""
     vocab = models.target.config.vocab_size
     params = [SamplingParams(max_new_tokens=capacity, ignore_eos=True)]
     options = {"batch": 1, "max_length": context + capacity, "vocab_size": vocab, "eos_token_ids": ()}
     sampling = jax.device_put(SamplingArrays.stack(params, [[0]], **options))
     empty = decode.init_context(models, 1, context + capacity)
-    token_BT = jax.random.randint(jax.random.key(2), (1, context), 0, vocab, jnp.int32)
-    grown, _ = jax.jit(decode.prefill)(models, empty, token_BT, jnp.array([context], jnp.int32))
+    hidden_BD = jax.random.normal(jax.random.key(2), empty.hidden_BD.shape, empty.hidden_BD.dtype)
+    bare = replace(
+        empty, target_cache=[], drafter_cache=[], length_B=jnp.array([context], jnp.int32), hidden_BD=hidden_BD
+    )
     begin = jax.jit(decode.begin, static_argnames=("plan", "capacity"))
-    return begin(models, grown, sampling, plan=plan, capacity=capacity), sampling
+    state = begin(models, bare, sampling, plan=plan, capacity=capacity)
+    return replace(state, target_cache=empty.target_cache, drafter_cache=empty.drafter_cache), sampling
 
 
 def stages_of(program: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ import numpy as np
 from ddtree_jax.pallas.simt import BOOL, INT, UINT
 
 _NOBODY, _SEVERAL = -1, -2
+GARBAGE = 0x5EED5EED
 
 
 class Memory:
@@ -23,6 +24,11 @@ class Memory:
         self.array = array
         self.reader, self.writer = (np.full(array.shape, _NOBODY) for _ in range(2))
         self.read_at, self.written_at = (np.zeros((2, *array.shape), np.int64) for _ in range(2))
+
+
+def shared(size: int, kind: type) -> Memory:
+    """What shared memory, or an output, holds when a block begins is undefined."""
+    return Memory(np.full(size, GARBAGE if np.dtype(kind).kind in "iu" else np.nan, kind))
 
 
 class NumpyThreads:

@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from simt_numpy import Memory, NumpyThreads, shared
 
 from ddtree_jax import cache, tree
 from ddtree_jax.pallas import commit
 from ddtree_jax.pallas.commit import Move, Walk, move_rows, walk
-from tests.simt_numpy import Memory, NumpyThreads
-from tests.test_tree_expand import shared
 
 
 def random_tree(rng: np.random.Generator, batch: int, num_nodes: int, depth: int, vocab: int) -> tree.Tree:

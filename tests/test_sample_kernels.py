@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from simt_numpy import Memory, NumpyThreads, shared
 
 from ddtree_jax import sampling
 from ddtree_jax.pallas import sample
@@ -13,8 +14,6 @@ from ddtree_jax.pallas.sample_collect import NOISE_RANGE, Collection, collect, p
 from ddtree_jax.pallas.sample_draw import Draw, draw, gumbel, merge_best
 from ddtree_jax.pallas.tree_expand_top import Piece
 from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
-from tests.simt_numpy import Memory, NumpyThreads
-from tests.test_tree_expand import shared
 
 THREADS, DEPTHS = 128, 3
 

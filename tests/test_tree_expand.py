@@ -7,20 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from simt_numpy import Memory, NumpyThreads, shared
 
 from ddtree_jax import tree
 from ddtree_jax.pallas import simt, tree_expand
 from ddtree_jax.pallas.tree_expand_grow import Growth, grow, write_tree
 from ddtree_jax.pallas.tree_expand_merge import Lists, merge_rows
 from ddtree_jax.pallas.tree_expand_top import Piece, select_top
-from tests.simt_numpy import Memory, NumpyThreads
-
-GARBAGE = 0x5EED5EED
-
-
-def shared(size: int, kind: type) -> Memory:
-    """What shared memory holds when a block begins is undefined."""
-    return Memory(np.full(size, GARBAGE if np.dtype(kind).kind in "iu" else np.nan, kind))
 
 
 def run_top(logits_RV: np.ndarray, piece: Piece, first_id: int = 0) -> tuple[np.ndarray, ...]:
