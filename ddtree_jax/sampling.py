@@ -117,9 +117,10 @@ def _sample_by_kernels(
         sampling.top_p_B,
         sampling.min_p_B,
     )
-    pieces = sample.collect_pieces(logits_BNV, filters, jnp.int32(0), vocab_size)
+    sums = sample.add_up_pieces(logits_BNV, filters, jnp.int32(0))
+    lists = sample.collect_pieces(logits_BNV, sums, filters, jnp.int32(0), vocab_size)
     key_BT2 = jax.random.key_data(noise_keys(sampling, position_BT))
-    token_BN = sample.draw_tokens(pieces, filters, depth_BN, key_BT2, vocab_size)
+    token_BN = sample.draw_tokens(sums, lists, filters, depth_BN, key_BT2, vocab_size)
     is_greedy_B1 = sampling.temperature_B[:, None] <= 0
     return jax.lax.cond(
         jnp.any((token_BN < 0) & ~is_greedy_B1),

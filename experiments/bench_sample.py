@@ -40,10 +40,11 @@ def greedy(logits_BNV: jax.Array) -> jax.Array:
 
 def drawn(logits_BNV: jax.Array, depth_BN: jax.Array, length_B: jax.Array, arrays: SamplingArrays) -> jax.Array:
     filters = Filters(arrays.temperature_B, arrays.top_k_B, arrays.top_p_B, arrays.min_p_B)
-    pieces = sample.collect_pieces(logits_BNV, filters, jnp.int32(0), VOCAB)
+    sums = sample.add_up_pieces(logits_BNV, filters, jnp.int32(0))
+    lists = sample.collect_pieces(logits_BNV, sums, filters, jnp.int32(0), VOCAB)
     position_BT = length_B[:, None] + 1 + jnp.arange(DEPTHS, dtype=jnp.int32)[None]
     key_BT2 = jax.random.key_data(sampling.noise_keys(arrays, position_BT))
-    return sample.draw_tokens(pieces, filters, depth_BN, key_BT2, VOCAB)
+    return sample.draw_tokens(sums, lists, filters, depth_BN, key_BT2, VOCAB)
 
 
 def arrays_of(**params: Any) -> SamplingArrays:

@@ -10,7 +10,7 @@ from simt_numpy import Memory, NumpyThreads, shared
 
 from ddtree_jax import sampling
 from ddtree_jax.pallas import sample
-from ddtree_jax.pallas.sample_collect import NOISE_RANGE, Collection, collect, pick_best
+from ddtree_jax.pallas.sample_collect import NOISE_RANGE, Collection, add_up_piece, collect, pick_best
 from ddtree_jax.pallas.sample_draw import Draw, draw, gumbel, merge_best
 from ddtree_jax.pallas.tree_expand_top import Piece
 from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
@@ -50,17 +50,24 @@ def run_draw(
     batch, num_nodes, vocab = logits_BNV.shape
     logits_RV, num_rows = logits_BNV.reshape(-1, vocab), batch * num_nodes
     piece = pieces_of(logits_RV)
-    collection = Collection(piece=piece, num_nodes=num_nodes, capacity=capacity)
-    num = num_rows * piece.num_pieces
-    kinds = (np.float32, np.int32, np.float32, np.int32)
-    outs = [shared(num, kind) for kind in kinds] + [shared(num * capacity, kind) for kind in (np.float32, np.int32)]
-    temperature, cutoff = (Memory(np.asarray(x)) for x in (filters.temperature_B, filters.cutoff_B(vocab)))
-    num_warps = THREADS // 32
-    for row, index in np.ndindex(num_rows, piece.num_pieces):
-        threads = NumpyThreads(THREADS)
-        numbers = (threads.value(np.int32, number) for number in (row, index, 0))
-        memory = shared(num_warps, np.uint64), shared(num_warps, np.float32), shared(1, np.int32)
-        collect(threads, collection, *numbers, Memory(logits_RV.reshape(-1)), temperature, cutoff, *outs, *memory)
+    collection = Collection(piece=piece, num_nodes=num_nodes, row_pieces=piece.num_pieces, capacity=capacity)
+    num, num_warps = num_rows * piece.num_pieces, THREADS // 32
+    sums = [shared(num, kind) for kind in (np.float32, np.int32, np.float32)]
+    lists = [shared(num, np.int32), shared(num * capacity, np.float32), shared(num * capacity, np.int32)]
+    of_sequences = filters.temperature_B, filters.cutoff_B(vocab), filters.floor_B()
+    temperature, cutoff, floor = (Memory(np.asarray(x)) for x in of_sequences)
+    logits = Memory(logits_RV.reshape(-1))
+    for launch in ("add up", "collect"):
+        of_row = [Memory(x.array) for x in (sums[0], sums[2])]
+        for row, index in np.ndindex(num_rows, piece.num_pieces):
+            threads = NumpyThreads(THREADS)
+            numbers = (threads.value(np.int32, number) for number in (row, index, 0))
+            if launch == "add up":
+                memory = shared(num_warps, np.uint64), shared(num_warps, np.float32)
+                add_up_piece(threads, collection, *numbers, logits, temperature, *sums, *memory)
+            else:
+                memory = shared(1, np.int32)
+                collect(threads, collection, *numbers, logits, temperature, cutoff, floor, *of_row, *lists, memory)
     shape = Draw(
         num_nodes=num_nodes,
         num_pieces=piece.num_pieces,
@@ -76,8 +83,16 @@ def run_draw(
         threads = NumpyThreads(THREADS)
         memory = [shared(num_kept, np.float32), shared(num_kept, np.int32), shared(num_warps, np.uint64)]
         memory += [shared(num_warps, np.uint32), shared(num_warps, np.float32), shared(1, np.int32)]
-        inputs = Memory(depth_BN.reshape(-1)), temperature, cutoff, *(Memory(np.asarray(x)) for x in of_sequence)
-        draw(threads, shape, threads.value(np.int32, row), *inputs, *(Memory(x.array) for x in outs), out, *memory)
+        inputs = Memory(depth_BN.reshape(-1)), temperature, *(Memory(np.asarray(x)) for x in of_sequence)
+        draw(
+            threads,
+            shape,
+            threads.value(np.int32, row),
+            *inputs,
+            *(Memory(x.array) for x in (*sums, *lists)),
+            out,
+            *memory,
+        )
     return out.array.reshape(batch, num_nodes)
 
 
@@ -148,10 +163,10 @@ def test_what_does_not_fit_is_reported():
     flat = np.zeros((1, 2, 610), np.float32)
     flat[0, 1, 0] = 50
     warm = [SamplingParams(temperature=1.0)]
-    assert compare(flat, warm, capacity=64)[0].tolist() == [[-1, -1]]  # Pieces know their own best token alone.
-    drawn, expected = compare(flat, warm, num_kept=300)
-    assert drawn[0, 0] == -1
-    assert drawn[0, 1] == expected[0, 1] == 0
+    for sizes in ({"capacity": 64}, {"num_kept": 300}):
+        drawn, expected = compare(flat, warm, **sizes)
+        assert drawn[0, 0] == -1
+        assert drawn[0, 1] == expected[0, 1] == 0
     steep = -np.arange(610, dtype=np.float32)[None, None] / 5
     drawn, _ = compare(steep, [SamplingParams(temperature=1.0, top_k=300, top_p=0.9)])
     assert drawn.tolist() == [[-1]]
@@ -172,11 +187,11 @@ def test_noise_is_that_of_jax():
 
 def test_kernels_lower_for_a_gpu():
     def run(logits, filters, depth, key):
-        zero = jnp.int32(0)
+        zero, vocab = jnp.int32(0), 163_840
         greedy = sample.merge_greedy(sample.best_of_pieces(logits, zero))
-        return greedy, sample.draw_tokens(
-            sample.collect_pieces(logits, filters, zero, 163_840), filters, depth, key, 163_840
-        )
+        sums = sample.add_up_pieces(logits, filters, zero)
+        lists = sample.collect_pieces(logits, sums, filters, zero, vocab)
+        return greedy, sample.draw_tokens(sums, lists, filters, depth, key, vocab)
 
     def like(*shape: int, dtype: type = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -185,7 +200,7 @@ def test_kernels_lower_for_a_gpu():
     arrays = like(2, 16, 163_840), filters, like(2, 16, dtype=jnp.int32), like(2, 8, 2, dtype=jnp.uint32)
     traced = jax.jit(run).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    for name in ("sample_best", "sample_merge", "sample_collect", "sample_draw"):
+    for name in ("sample_best", "sample_merge", "sample_add_up", "sample_collect", "sample_draw"):
         assert name in text
     assert [x.shape for x in traced.out_info] == [(32,), (2, 16)]
 
