@@ -10,8 +10,9 @@ from simt_numpy import Memory, NumpyThreads, shared
 
 from ddtree_jax import sampling
 from ddtree_jax.pallas import sample
-from ddtree_jax.pallas.sample_collect import NOISE_RANGE, Collection, add_up_piece, collect, pick_best
-from ddtree_jax.pallas.sample_draw import Draw, draw, gumbel, merge_best
+from ddtree_jax.pallas.sample_collect import NOISE_RANGE, Collection, add_up_piece, collect, perturb, pick_best
+from ddtree_jax.pallas.sample_draw import Draw, draw, merge_best
+from ddtree_jax.pallas.sample_noise import gumbel
 from ddtree_jax.pallas.tree_expand_top import Piece
 from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
 
@@ -96,12 +97,36 @@ def run_draw(
     return out.array.reshape(batch, num_nodes)
 
 
+@np.errstate(invalid="ignore", divide="ignore", over="ignore")
+def run_perturbed(
+    logits_BNV: np.ndarray, filters: sample.Filters, depth_BN: np.ndarray, key_BT2: np.ndarray
+) -> np.ndarray:
+    batch, num_nodes, vocab = logits_BNV.shape
+    logits_RV, num_rows = logits_BNV.reshape(-1, vocab), batch * num_nodes
+    piece = pieces_of(logits_RV)
+    num = num_rows * piece.num_pieces
+    shape = Collection(piece=piece, num_nodes=num_nodes, row_pieces=piece.num_pieces, capacity=1, num_depths=DEPTHS)
+    best, logit, token = (shared(num, kind) for kind in (np.float32, np.float32, np.int32))
+    for row, index in np.ndindex(num_rows, piece.num_pieces):
+        best.array[row * piece.num_pieces + index] = logits_RV[row, index * piece.columns :][: piece.columns].max()
+    inputs = [logits_BNV, depth_BN, filters.temperature_B, jnp.log(filters.min_p_B), key_BT2, best.array]
+    memories = [Memory(np.asarray(x).reshape(-1)) for x in inputs]
+    for row, index in np.ndindex(num_rows, piece.num_pieces):
+        threads = NumpyThreads(THREADS)
+        numbers = (threads.value(np.int32, number) for number in (row, index, 0))
+        perturb(threads, shape, *numbers, *memories, logit, token, shared(THREADS // 32, np.uint64))
+    order = np.lexsort((token.array.reshape(num_rows, -1), -logit.array.reshape(num_rows, -1)))
+    return np.take_along_axis(token.array.reshape(num_rows, -1), order[:, :1], 1).reshape(batch, num_nodes)
+
+
 def arrays_of(params: list[SamplingParams], vocab: int) -> SamplingArrays:
     options = {"batch": len(params), "max_length": 100, "vocab_size": vocab, "eos_token_ids": []}
     return SamplingArrays.stack(params, [[0]] * len(params), **options)
 
 
-def compare(logits_BNV: np.ndarray, params: list[SamplingParams], **sizes: int) -> tuple[np.ndarray, np.ndarray]:
+def compare(
+    logits_BNV: np.ndarray, params: list[SamplingParams], with_filters: bool = True, **sizes: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of the kernels and of `sampling.draw`."""
     batch, num_nodes, vocab = logits_BNV.shape
     rng = np.random.default_rng(7)
@@ -114,7 +139,8 @@ def compare(logits_BNV: np.ndarray, params: list[SamplingParams], **sizes: int) 
     for b, depth in np.ndindex(batch, DEPTHS):
         key = jax.random.fold_in(jax.random.key(arrays.seed_B[b]), arrays.sequence_B[b])
         key_BT2[b, depth] = jax.random.key_data(jax.random.fold_in(key, length_B[b] + 1 + depth))
-    return run_draw(logits_BNV, filters, depth_BN, key_BT2, **sizes), np.asarray(expected)
+    run = functools.partial(run_draw, **sizes) if with_filters else run_perturbed
+    return run(logits_BNV, filters, depth_BN, key_BT2), np.asarray(expected)
 
 
 @pytest.mark.parametrize("levels", [None, 2])
@@ -158,6 +184,21 @@ def test_draws_equal_the_reference(kind, levels):
     assert len(set(expected.ravel())) > 2
 
 
+@pytest.mark.parametrize("kind", ["none", "hot", "cold", "min_p"])
+@pytest.mark.parametrize("levels", [None, 1])
+def test_draws_without_lists(kind, levels):
+    """Where top-k and top-p remove nothing, pieces draw for themselves."""
+    logits_BNV = (np.random.default_rng(len(kind)).normal(size=(2, 6, 610)) * 3).astype(np.float32)
+    if levels:
+        logits_BNV = np.round(logits_BNV * levels) / np.float32(levels)
+    logits_BNV[0, 3, 7:] = -np.inf
+    logits_BNV[0, 4, :600] = -np.inf
+    params = [SamplingParams(seed=5, **FILTERS[kind]), SamplingParams(seed=6, temperature=1.0)]
+    drawn, expected = compare(logits_BNV, params, with_filters=False)
+    np.testing.assert_array_equal(drawn, expected)
+    assert len(set(expected.ravel())) > 2
+
+
 def test_what_does_not_fit_is_reported():
     """Flat logits: too many for a piece's list, or for shared memory; top-k with top-p beyond what may be drawn."""
     flat = np.zeros((1, 2, 610), np.float32)
@@ -188,7 +229,8 @@ def test_noise_is_that_of_jax():
 def test_kernels_lower_for_a_gpu():
     def run(logits, filters, depth, key):
         zero, vocab = jnp.int32(0), 163_840
-        greedy = sample.merge_greedy(sample.best_of_pieces(logits, zero))
+        best = sample.best_of_pieces(logits, zero)
+        greedy = sample.merge_greedy(sample.perturb_pieces(logits, best, filters, depth, key, zero))
         sums = sample.add_up_pieces(logits, filters, zero)
         lists = sample.collect_pieces(logits, sums, filters, zero, vocab)
         return greedy, sample.draw_tokens(sums, lists, filters, depth, key, vocab)
@@ -200,7 +242,7 @@ def test_kernels_lower_for_a_gpu():
     arrays = like(2, 16, 163_840), filters, like(2, 16, dtype=jnp.int32), like(2, 8, 2, dtype=jnp.uint32)
     traced = jax.jit(run).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    for name in ("sample_best", "sample_merge", "sample_add_up", "sample_collect", "sample_draw"):
+    for name in ("sample_best", "sample_perturb", "sample_merge", "sample_add_up", "sample_collect", "sample_draw"):
         assert name in text
     assert [x.shape for x in traced.out_info] == [(32,), (2, 16)]
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.simt import INT
+from ddtree_jax.pallas.sample_noise import gumbel
+from ddtree_jax.pallas.simt import INT, WIDE
 from ddtree_jax.pallas.tree_expand_top import (
     LN_2,
     LOG2_E,
@@ -24,6 +25,7 @@ from ddtree_jax.pallas.tree_expand_top import (
     Piece,
     best_of_thread,
     column_of,
+    key_of,
     load_columns,
     logit_of,
 )
@@ -41,6 +43,7 @@ class Collection:
     num_nodes: int
     row_pieces: int
     capacity: int
+    num_depths: int = 0
 
 
 def pick_best(
@@ -141,3 +144,44 @@ def collect(
     t.barrier()
     with t.when(t.is_equal(t.thread(), 0)):
         t.store(out_count, at, t.load(count, zero))
+
+
+def perturb(
+    t: Any,
+    shape: Collection,
+    row: Any,
+    index: Any,
+    first_id: Any,
+    logits: Any,
+    depth: Any,
+    temperature: Any,
+    log_min_p: Any,
+    noise_key: Any,
+    best_logit: Any,
+    out_logit: Any,
+    out_token: Any,
+    keys: Any,
+) -> None:
+    """A piece's best token with noise, where top-k and top-p remove none, so that nothing of other pieces matters.
+
+    Global memory: logits [R, V], depth [R], temperature and log_min_p [B], noise_key [B, depths, 2], best_logit [R, S], outs
+    [R, C]. Shared: keys [warps].
+    """
+    piece, sequence = shape.piece, t.divide(row, shape.num_nodes)
+    logit, column = load_columns(t, piece, row, index, logits)
+    heat, least = t.load(temperature, sequence), t.load(log_min_p, sequence)
+    lane = t.thread() & 31
+    best = t.load(best_logit, row * shape.row_pieces + t.minimum(lane, shape.row_pieces - 1))
+    peak = t.maximum(simt.warp_reduce(t, best, t.maximum), LOWEST)
+    key_at = (sequence * shape.num_depths + t.load(depth, row)) * 2
+    words = t.load(noise_key, key_at), t.load(noise_key, key_at + 1)
+    largest = t.value(WIDE, 0)
+    for x, c in zip(logit, column, strict=True):
+        y = (x - peak) / heat
+        key = key_of(t, y + gumbel(t, words, c + first_id), c)
+        largest = t.select((c < piece.num_columns) & (y >= least), t.maximum(largest, key), largest)
+    largest = simt.block_reduce(t, largest, t.maximum, keys, piece.num_threads // 32)
+    with t.when(t.is_equal(t.thread(), 0)):
+        at = row * piece.num_pieces + index
+        t.store(out_logit, at, t.select(largest > 0, logit_of(t, largest), -float("inf")))
+        t.store(out_token, at, t.select(largest > 0, column_of(t, largest) + first_id, 2**31 - 1))
