@@ -157,7 +157,8 @@ FILTERS = {
     "hot": {"temperature": 30.0},
     "cold": {"temperature": 1e-6},
     "top_k": {"temperature": 1.3, "top_k": 5},
-    "top_p": {"temperature": 0.6, "top_p": 0.95},
+    "top_p": {"temperature": 3.0, "top_p": 0.5},
+    "large_top_p": {"temperature": 0.6, "top_p": 0.95},
     "small_top_p": {"temperature": 1.0, "top_p": 0.01},
     "min_p": {"temperature": 0.9, "min_p": 0.2},
     "all": {"temperature": 0.8, "top_k": 11, "top_p": 0.7, "min_p": 0.05},
@@ -175,6 +176,7 @@ def test_draws_equal_the_reference(kind, levels):
     logits_BNV[0, 3, 7:] = -np.inf
     logits_BNV[0, 4] = -np.inf
     logits_BNV[0, 4, 9] = 2
+    logits_BNV[0, 5] = 0  # Flat: nothing may be left out.
     params = [SamplingParams(seed=5, **FILTERS[kind]), SamplingParams(seed=6, temperature=1.0, top_p=0.9)]
     drawn, expected = compare(logits_BNV, params)
     if kind == "all":  # Fewer tokens than top-k keeps: for all that the lists say, others might have some mass.
