@@ -35,9 +35,15 @@ class Target(Protocol):
     def unembed(self, hidden_BTD: Array) -> Array: ...
 
     def __call__(
-        self, token_ids_BT: Array, positions_BT: Array, visible_BTt: Array, length_B: Array, cache: Cache
+        self,
+        token_ids_BT: Array,
+        positions_BT: Array,
+        visible_BTt: Array,
+        length_B: Array,
+        cache: Cache,
+        is_token_BT: Array,
     ) -> Any:
-        """An object with ``hidden_BTD``, ``features_BTY`` and ``rows``."""
+        """An object with ``hidden_BTD``, ``features_BTY`` and ``rows``, undefined where ``is_token_BT`` is False."""
 
 
 class Drafter(Protocol):
@@ -187,8 +193,9 @@ def prefill(
     row_T = jnp.arange(num_rows, dtype=jnp.int32)
     positions_BT = context.length_B[:, None] + row_T[None]
     causal_BTt = jnp.broadcast_to(row_T[:, None] >= row_T[None], (*token_BT.shape, num_rows))
+    is_token_BT = row_T[None] < count_B[:, None]
     with jax.named_scope("prefill"):
-        out = models.target(token_BT, positions_BT, causal_BTt, context.length_B, context.target_cache)
+        out = models.target(token_BT, positions_BT, causal_BTt, context.length_B, context.target_cache, is_token_BT)
     drafter_cache = context.drafter_cache
     if models.drafter:
         rows = models.drafter.context(out.features_BTY, positions_BT)
@@ -310,8 +317,7 @@ def decode_round(models: Models, state: State, sampling: SamplingArrays, plan: P
     """One round. Sequences that have finished pass through it unchanged."""
     tree = draft_tree(models, state, plan, budget)
     with jax.named_scope("verify"):
-        positions_BN = state.length_B[:, None] + tree.depth_BN
-        out = models.target(tree.token_BN, positions_BN, tree.visible_BNn, state.length_B, state.target_cache)
+        out = _verify(models, state, tree)
         logits_BNV = models.target.unembed(out.hidden_BTD)
     with jax.named_scope("accept"):
         drawn_BN = _draw(logits_BNV, tree, state.length_B, state, sampling, plan)
@@ -337,6 +343,16 @@ def decode_round(models: Models, state: State, sampling: SamplingArrays, plan: P
             rounds=state.rounds + 1,
         )
         return _emit(state, emission, accepted_B, sampling)
+
+
+def _verify(models: Models, state: State, tree: Tree) -> Any:
+    """The target's pass over all nodes. Of a sequence that has finished it reads neither the cache nor any expert."""
+    is_running_B = state.finish_B == RUNNING
+    node_N = jnp.arange(tree.token_BN.shape[1], dtype=jnp.int32)
+    is_token_BN = (node_N[None] < tree.count_B[:, None]) & is_running_B[:, None]
+    positions_BN = state.length_B[:, None] + tree.depth_BN
+    length_B = jnp.where(is_running_B, state.length_B, 0)
+    return models.target(tree.token_BN, positions_BN, tree.visible_BNn, length_B, state.target_cache, is_token_BN)
 
 
 def _commit(models: Models, state: State, plan: Plan, out: Any, path_BT: Array, accepted_B: Array) -> State:

@@ -87,16 +87,21 @@ class Block(Layer):
         num_slots = cache[0].shape[1]
         context_BTS, block_BTt = self._visible(positions_BT, length_B, num_slots)
 
+        scale = config.head_dim**-0.5
+        score_BJQTS = jnp.einsum("BTJQR,BSJR->BJQTS", q_BTJQR, cache[0], preferred_element_type=jnp.float32)
+        score_BJQTt = jnp.einsum("BTJQR,BtJR->BJQTt", q_BTJQR, key_BTJR, preferred_element_type=jnp.float32)
+        score_BJQTS = jnp.where(context_BTS[:, None, None], score_BJQTS * scale, -jnp.inf)
+        score_BJQTt = jnp.where(block_BTt[:, None, None], score_BJQTt * scale, -jnp.inf)
+        # One softmax over both, without putting them together: context scores are as long as the cache.
+        top_BJQT1 = jnp.maximum(*(jnp.max(part, axis=-1, keepdims=True) for part in (score_BJQTS, score_BJQTt)))
+        weight_BJQTS, weight_BJQTt = jnp.exp(score_BJQTS - top_BJQT1), jnp.exp(score_BJQTt - top_BJQT1)
+        total_BJQT1 = sum(jnp.sum(part, axis=-1, keepdims=True) for part in (weight_BJQTS, weight_BJQTt))
+        weight_BJQTS, weight_BJQTt = ((part / total_BJQT1).astype(x_BTD.dtype) for part in (weight_BJQTS, weight_BJQTt))
         committed_BS = jnp.arange(num_slots, dtype=jnp.int32)[None] < length_B[:, None]
         # Zeroed, since a weight of zero times an undefined NaN would still be NaN.
-        key_BSJR, value_BSJR = (jnp.where(committed_BS[..., None, None], part, 0) for part in cache)
-        key_BSJR = jnp.concatenate([key_BSJR, key_BTJR], axis=1)
-        value_BSJR = jnp.concatenate([value_BSJR, value_BTJR], axis=1)
-        visible_BTS = jnp.concatenate([context_BTS, block_BTt], axis=-1)
-        score = jnp.einsum("BTJQR,BSJR->BJQTS", q_BTJQR, key_BSJR, preferred_element_type=jnp.float32)
-        score = jnp.where(visible_BTS[:, None, None], score * config.head_dim**-0.5, -jnp.inf)
-        weight_BJQTS = jax.nn.softmax(score, axis=-1).astype(x_BTD.dtype)
+        value_BSJR = jnp.where(committed_BS[..., None, None], cache[1], 0)
         attended_BTJQR = jnp.einsum("BJQTS,BSJR->BTJQR", weight_BJQTS, value_BSJR)
+        attended_BTJQR += jnp.einsum("BJQTt,BtJR->BTJQR", weight_BJQTt, value_BTJR)
         return jnp.einsum("BTJQR,JQRD->BTD", attended_BTJQR, self.o_JQRD[...])
 
     def __call__(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: KeyValue) -> Array:

@@ -1,5 +1,6 @@
 """The engine: loads a target and a drafter, and turns prompts into completions with one compiled loop a batch."""
 
+import functools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -87,6 +88,7 @@ class Engine:
         dtype: str = "bfloat16",
         prefill_chunk: int = 256,
         prefix_cache: bool = False,
+        kernels: bool | None = None,
         drafter_rope_amplitude: float | None = None,
         drafter_sliding_causal: bool = True,
     ) -> "Engine":
@@ -100,6 +102,8 @@ class Engine:
           prefill_chunk: the most tokens of each prompt that one pass takes in.
           prefix_cache: whether the caches of a batch are kept until the next one, whose prompts skip what they have in
             common with a sequence of it. In bfloat16 its rows may differ from those of a prefill by rounding.
+          kernels: whether attention and experts are computed by GPU kernels (True) or in plain JAX (False). None takes the
+            kernels where they run: on a GPU, in bfloat16, with shapes that they take.
           drafter_rope_amplitude: factor on the drafter's cos and sin, instead of what its config gives; some published
             drafters want 0.1 ln(factor) + 1.
           drafter_sliding_causal: whether sliding layers of the drafter are causal inside a block.
@@ -110,6 +114,8 @@ class Engine:
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise ValueError(f"dtype is {shown(dtype)}; allowed: {', '.join(map(repr, _DTYPES))}")
         _check_options(prefill_chunk, prefix_cache)
+        if kernels is not None and not isinstance(kernels, bool):
+            raise ValueError(f"kernels is {shown(kernels)}; allowed are None, True and False")
         _check_drafter_options(drafter, drafter_rope_amplitude, drafter_sliding_causal)
         for name, folder in (("target", target), ("drafter", drafter)):
             is_folder = isinstance(folder, (str, Path)) and folder != ""
@@ -125,8 +131,9 @@ class Engine:
         _check_pair(target_config, drafter_config, max_length, tokenizer)
         if drafter_config:
             checkpoint.check(drafter, dflash.parameters(drafter_config), device_mesh)
+        has_kernels = _choose_kernels(kernels, target_config, device_mesh, dtype)
         arrays = checkpoint.load(target, kimi.parameters(target_config), device_mesh, _DTYPES[dtype])
-        if jax.default_backend() == "gpu" and dtype == "bfloat16":
+        if has_kernels:
             kimi.pack_experts(arrays, device_mesh)
         capture = drafter_config.target_layer_ids if drafter_config else ()
         drafter_model = None
@@ -134,7 +141,7 @@ class Engine:
             drafter_arrays = checkpoint.load(drafter, dflash.parameters(drafter_config), device_mesh, _DTYPES[dtype])
             drafter_model = dflash.DFlash(drafter_config, drafter_arrays)
         return cls(
-            kimi.Kimi(target_config, arrays, capture),
+            kimi.Kimi(target_config, arrays, capture, device_mesh, has_kernels),
             drafter_model,
             mesh=device_mesh,
             max_length=max_length,
@@ -215,6 +222,21 @@ class Engine:
             )
         return np.asarray(logits_BLV[0])
 
+    def trace_rounds(self, decode_config: DecodeConfig, batch: int) -> jax.stages.Traced:
+        """The loop's program for ``batch`` sequences, to be lowered and compiled; the models' arrays may be abstract."""
+        plan = self._plan(decode_config, False)
+        sampling = self._sampling_arrays([SamplingParams()] * batch, [[0]] * batch)
+        begin = functools.partial(decode.begin, plan=plan, capacity=self.max_length)
+        context = jax.eval_shape(lambda models: decode.init_context(models, batch, self.max_length), self.models)
+        state = jax.eval_shape(begin, self.models, context, sampling)
+        number = np.int32(0)
+        inputs = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated),
+            (state, sampling, number, number),
+        )
+        with self._precision():
+            return self._decode_rounds.trace(self.models, *inputs, plan=plan)
+
     def _read_prompts(self, prompts: Any, thinking: Any) -> list[Prompt]:
         if not isinstance(thinking, bool):
             raise ValueError(f"thinking is {shown(thinking)}; allowed are True and False")
@@ -237,7 +259,7 @@ class Engine:
 
     def _precision(self) -> AbstractContextManager:
         """float32 means float32: without this, a GPU rounds the factors of float32 products to TF32."""
-        is_float32 = self.models.target.norm_D[...].dtype == jnp.float32
+        is_float32 = self.models.target.norm_D.dtype == jnp.float32
         return jax.default_matmul_precision("highest" if is_float32 else "default")
 
     def _put(self, tree: Any) -> Any:
@@ -261,21 +283,26 @@ class Engine:
                 raise ValueError(
                     f"stop is {shown(one.stop)}, but the checkpoint has no tokenizer; allowed: stop_token_ids"
                 )
+        plan = self._plan(decode_config, any(one.top_logprobs for one in params))
+        arrays = self._sampling_arrays(params, [prompt.token_ids for prompt in prompts])
+        return _Job(prompts, list(params), self._put(arrays), plan, min(decode_config.budget, plan.num_nodes - 1))
+
+    def _plan(self, decode_config: DecodeConfig, wants_top_logprobs: bool) -> Plan:
         depth, mask_token_id = 0, 0
         if decode_config.mode != "ar" and decode_config.budget > 0:
             drafter_config = self._drafter_config(f"mode {decode_config.mode!r}")
             depth, mask_token_id = drafter_config.depth, drafter_config.mask_token_id
-        wants_top_logprobs = any(one.top_logprobs for one in params)
-        plan = Plan.of(decode_config, depth, mask_token_id, self._vocab_size, wants_top_logprobs)
-        arrays = SamplingArrays.stack(
+        return Plan.of(decode_config, depth, mask_token_id, self._vocab_size, wants_top_logprobs)
+
+    def _sampling_arrays(self, params: Sequence[SamplingParams], token_ids: list[list[int]]) -> SamplingArrays:
+        return SamplingArrays.stack(
             params,
-            [prompt.token_ids for prompt in prompts],
-            batch=next(size for size in BATCH_BUCKETS if size >= len(prompts)),
+            token_ids,
+            batch=next(size for size in BATCH_BUCKETS if size >= len(params)),
             max_length=self.max_length,
             vocab_size=self._vocab_size,
             eos_token_ids=self.models.target.config.eos_token_ids,
         )
-        return _Job(prompts, list(params), self._put(arrays), plan, min(decode_config.budget, plan.num_nodes - 1))
 
     def _new_context(self, batch: int) -> decode.Context:
         return self._init_context(self.models, batch, self.max_length)
@@ -391,6 +418,21 @@ class _Job:
     sampling: SamplingArrays
     plan: Plan
     budget: int
+
+
+def _choose_kernels(kernels: bool | None, config: KimiConfig, mesh: Mesh, dtype: str) -> bool:
+    """Whether the target is computed by the kernels. This is the one place that decides."""
+    if kernels is False:
+        return False
+    try:
+        if (jax.default_backend(), dtype) != ("gpu", "bfloat16"):
+            raise NotImplementedError(f"they need a GPU and bfloat16, not {jax.default_backend()} and {dtype}")
+        kimi.check_kernels(config, mesh)
+    except NotImplementedError as error:
+        if kernels:
+            raise ValueError(f"kernels is True, but {error}; allowed are None and False") from error
+        return False
+    return True
 
 
 def _read_drafter_config(directory: str | Path, rope_amplitude: float | None, sliding_causal: bool) -> DFlashConfig:

@@ -4,7 +4,8 @@ Formulas follow the published ``modeling_deepseek.py``. A call reads the latent 
 writes: whoever calls decides which rows are kept.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,18 +16,22 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import INT4_GROUP_SIZE, KimiConfig
 from ddtree_jax.layers import Layer, gain, gated_mlp, rms_norm, rotate
-from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, int4_moe
+from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, choose_config, int4_moe
 from ddtree_jax.pallas.int4_moe import pack_experts as pack_shard
-from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE, tree_mla
+from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
 from ddtree_jax.quant import NIBBLES
-from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters
+from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, sharding_of
+
+# Kernels take seconds to lower; these are lowered once for all layers.
+_tree_mla = jax.jit(tree_mla, static_argnames=("num_latent", "scale"))
+_int4_moe = jax.jit(int4_moe)
 
 
 class TargetOutput(NamedTuple):
     """What one pass over T tokens gives.
 
     ``rows`` has an array [B, T, W] a layer, to be appended to the cache; ``experts`` the chosen expert numbers
-    [B * T, X] of each MoE layer.
+    [B * T, X] of each MoE layer, -1 in rows that hold no token.
     """
 
     hidden_BTD: Float[Array, "B T D"]
@@ -36,7 +41,17 @@ class TargetOutput(NamedTuple):
 
 
 class Attention(Layer):
-    """Multi-head latent attention. Keys and values are never expanded: queries move into the latent space instead."""
+    """Multi-head latent attention. Keys and values are never expanded: queries move into the latent space instead.
+
+    On a mesh every shard attends with its own heads. ``has_kernels`` allows the kernel where the program is for a GPU.
+    """
+
+    def __init__(
+        self, config: KimiConfig, arrays: Mapping[str, Array], mesh: Mesh | None = None, has_kernels: bool = False
+    ):
+        super().__init__(config, arrays)
+        self.mesh = mesh
+        self.has_kernels = has_kernels
 
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
@@ -76,17 +91,27 @@ class Attention(Layer):
         )
         rows_BTW = jnp.concatenate([latent_BTC, key_BT1R[:, :, 0]], axis=-1)
 
-        attended_BTHC = tree_mla(
-            jnp.concatenate([q_BTHC, q_BTHR], axis=-1),
-            cache_BSW,
-            rows_BTW,
-            length_B,
-            visible_BTt,
+        query_BTHW = jnp.concatenate([q_BTHC, q_BTHR], axis=-1)
+        attended_BTHC = self._attend(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt)
+        value_BTHU = jnp.einsum("BTHC,HUC->BTHU", attended_BTHC, self.value_up_HUC[...])
+        return jnp.einsum("BTHU,HUD->BTD", value_BTHU, self.o_HUD[...]), rows_BTW
+
+    def _attend(self, *arrays: Array) -> Float[Array, "B T H C"]:
+        config = self.config
+        attend = functools.partial(
+            _tree_mla if self.has_kernels else tree_mla_reference,
             num_latent=config.kv_lora_rank,
             scale=config.softmax_scale,
         )
-        value_BTHU = jnp.einsum("BTHC,HUC->BTHU", attended_BTHC, self.value_up_HUC[...])
-        return jnp.einsum("BTHU,HUD->BTD", value_BTHU, self.o_HUD[...]), rows_BTW
+        return _with_own_heads(attend, self.mesh)(*arrays)
+
+
+def _with_own_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
+    """``attend`` on every shard's own heads; cache, rows, lengths and masks are whole everywhere."""
+    if mesh is None:
+        return attend
+    heads, whole = PartitionSpec(None, None, RULES["heads"]), PartitionSpec()
+    return jax.shard_map(attend, mesh=mesh, in_specs=(heads, *(whole,) * 4), out_specs=heads, check_vma=False)
 
 
 class Router(Layer):
@@ -137,11 +162,11 @@ class Experts(Layer):
     ) -> Float[Array, "T D"]:
         experts = self.form(*(getattr(self, name)[...] for name in self.form._fields))
         if self.mesh is None:
-            return int4_moe(x_TD, expert_TX, weight_TX, experts)
+            return _int4_moe(x_TD, expert_TX, weight_TX, experts)
         run = jax.shard_map(
             _run_shard,
             mesh=self.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), _BLOCK_SPECS),
+            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), BLOCK_SPECS),
             out_specs=PartitionSpec(),
             check_vma=False,
         )
@@ -149,7 +174,7 @@ class Experts(Layer):
 
 
 # A shard has whole experts' groups of features, and of down the block columns that take them.
-_BLOCK_SPECS = ExpertBlocks(
+BLOCK_SPECS = ExpertBlocks(
     PartitionSpec(RULES["experts"], RULES["expert_width"]),
     PartitionSpec(RULES["experts"], None, RULES["expert_width"]),
 )
@@ -163,7 +188,7 @@ def _run_shard(
 ) -> Float[Array, "T D"]:
     """The sum over all shards of what their experts, or their part of every expert, contribute."""
     first = jax.lax.axis_index(RULES["experts"]) * experts.down_EMKmw.shape[0]
-    y_TD = int4_moe(x_TD, expert_TX - first, weight_TX, experts)
+    y_TD = _int4_moe(x_TD, expert_TX - first, weight_TX, experts)
     return jax.lax.psum(y_TD.astype(jnp.float32), MESH_AXES).astype(x_TD.dtype)
 
 
@@ -172,10 +197,32 @@ def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> None:
     specs = ExpertWeights(
         *(PartitionSpec(RULES["experts"], None, RULES["expert_width"]) for _ in ExpertWeights._fields)
     )
-    pack = jax.jit(jax.shard_map(pack_shard, mesh=mesh, in_specs=(specs,), out_specs=_BLOCK_SPECS, check_vma=False))
+    pack = jax.jit(jax.shard_map(pack_shard, mesh=mesh, in_specs=(specs,), out_specs=BLOCK_SPECS, check_vma=False))
     for table in arrays.values():
         if ExpertWeights._fields[0] in table:
             table |= pack(ExpertWeights(*(table.pop(name) for name in ExpertWeights._fields)))._asdict()
+
+
+def check_kernels(config: KimiConfig, mesh: Mesh) -> None:
+    """Raises NotImplementedError, which names the value, if a kernel does not take a shard of the target in bfloat16."""
+
+    def choose(x_TD: Array, shard: ExpertWeights) -> None:
+        choose_config(x_TD, pack_shard(shard))
+
+    H, C = config.num_attention_heads, config.kv_lora_rank
+    W = C + config.qk_rope_head_dim
+    attend = _with_own_heads(functools.partial(tree_mla_gpu, num_latent=C, scale=config.softmax_scale), mesh)
+    shapes = (1, 1, H, W), (1, SLOT_MULTIPLE, W), (1, 1, W), (1,), (1, 1, 1)
+    dtypes = (jnp.bfloat16,) * 3 + (jnp.int32, bool)
+    jax.eval_shape(attend, *map(jax.ShapeDtypeStruct, shapes, dtypes))
+    infos = Experts.parameters(config)
+    shard = ExpertWeights(
+        *(
+            jax.ShapeDtypeStruct(sharding_of(infos[name], mesh, name).shard_shape(infos[name].shape), infos[name].dtype)
+            for name in ExpertWeights._fields
+        )
+    )
+    jax.eval_shape(choose, jax.ShapeDtypeStruct((1, config.hidden_size), jnp.bfloat16), shard)
 
 
 class DenseMLP(Layer):
@@ -212,9 +259,11 @@ def _mlp_parameters(prefix: str, D: int, F: int) -> dict[str, ArrayInfo]:
 class Block(Layer):
     """One decoder layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))`` or the mixture of experts."""
 
-    def __init__(self, config: KimiConfig, layer: int, arrays: Mapping[str, Array]):
+    def __init__(
+        self, config: KimiConfig, layer: int, arrays: Mapping[str, Array], mesh: Mesh | None, has_kernels: bool
+    ):
         super().__init__(config, arrays)
-        self.attention = Attention(config, arrays)
+        self.attention = Attention(config, arrays, mesh, has_kernels)
         self.is_dense = config.is_dense(layer)
         if self.is_dense:
             self.mlp = DenseMLP(config, arrays)
@@ -227,34 +276,58 @@ class Block(Layer):
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
         return {"input_norm_D": gain(config.hidden_size), "post_attention_norm_D": gain(config.hidden_size)}
 
-    def feed_forward(self, x_BTD: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], list[Array]]:
-        """Output for the normed input, and the expert numbers if this layer has experts."""
+    def feed_forward(
+        self, x_BTD: Float[Array, "B T D"], is_token_BT: Bool[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], list[Array]]:
+        """Output for the normed input, and the expert numbers if this layer has experts: none for what is no token."""
         if self.is_dense:
             return self.mlp(x_BTD), []
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         expert_TX, weight_TX = self.router(x_TD)
+        expert_TX = jnp.where(is_token_BT.reshape(-1, 1), expert_TX, -1)
         routed_TD = self.experts(x_TD, expert_TX, weight_TX)
         return routed_TD.reshape(x_BTD.shape) + self.shared(x_BTD), [expert_TX]
 
-    def __call__(self, x_BTD: Array, positions_BT: Array, visible_BTt: Array, length_B: Array, cache_BSW: Array):
+    def __call__(
+        self,
+        x_BTD: Array,
+        positions_BT: Array,
+        visible_BTt: Array,
+        length_B: Array,
+        cache_BSW: Array,
+        is_token_BT: Array,
+    ):
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
             normed_BTD = rms_norm(x_BTD, self.input_norm_D[...], eps)
             attended_BTD, rows_BTW = self.attention(normed_BTD, positions_BT, visible_BTt, length_B, cache_BSW)
             x_BTD = x_BTD + attended_BTD
         with jax.named_scope("feed_forward"):
-            y_BTD, experts = self.feed_forward(rms_norm(x_BTD, self.post_attention_norm_D[...], eps))
+            y_BTD, experts = self.feed_forward(rms_norm(x_BTD, self.post_attention_norm_D[...], eps), is_token_BT)
         return x_BTD + y_BTD, rows_BTW, experts
 
 
 class Kimi(Layer):
-    """The target. ``capture`` names the layers whose outputs, concatenated, are the drafter's features."""
+    """The target. ``capture`` names the layers whose outputs, concatenated, are the drafter's features.
 
-    def __init__(self, config: KimiConfig, arrays: Mapping[str, Mapping[str, Array]], capture: tuple[int, ...] = ()):
+    ``mesh`` is where the arrays lie, if that is a mesh. ``has_kernels`` lets attention take the kernel; experts take it if
+    their arrays are the kernel's blocks (`pack_experts`).
+    """
+
+    def __init__(
+        self,
+        config: KimiConfig,
+        arrays: Mapping[str, Mapping[str, Array]],
+        capture: tuple[int, ...] = (),
+        mesh: Mesh | None = None,
+        has_kernels: bool = False,
+    ):
         super().__init__(config, {**arrays["embed"], **arrays["head"]})
+        self.mesh = mesh
         self.capture = capture
         self.blocks = nnx.List(
-            Block(config, layer, arrays[f"layer_{layer}"]) for layer in range(config.num_hidden_layers)
+            Block(config, layer, arrays[f"layer_{layer}"], mesh, has_kernels)
+            for layer in range(config.num_hidden_layers)
         )
 
     @staticmethod
@@ -267,7 +340,13 @@ class Kimi(Layer):
         }
 
     def embed(self, token_ids_BT: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
-        return self.embedding_VD[...][token_ids_BT]
+        if self.mesh is None:
+            return self.embedding_VD[...][token_ids_BT]
+        rows = PartitionSpec(RULES["vocab"])
+        run = jax.shard_map(
+            _embed_shard, mesh=self.mesh, in_specs=(PartitionSpec(), rows), out_specs=PartitionSpec(), check_vma=False
+        )
+        return run(token_ids_BT, self.embedding_VD[...])
 
     def unembed(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits, float32."""
@@ -287,19 +366,34 @@ class Kimi(Layer):
         visible_BTt: Bool[Array, "B T T"],
         length_B: Int32[Array, "B"],
         cache: list[Float[Array, "B S W"]],
+        is_token_BT: Bool[Array, "B T"] | None = None,
     ) -> TargetOutput:
-        """One pass over T tokens behind the committed prefix of ``length_B`` slots. See `TargetOutput`."""
+        """One pass over T tokens behind the committed prefix of ``length_B`` slots. See `TargetOutput`.
+
+        Where ``is_token_BT`` is False a row only fills a shape: no expert is read for it, and what it gives is undefined.
+        """
+        if is_token_BT is None:
+            is_token_BT = jnp.ones(token_ids_BT.shape, bool)
         x_BTD = self.embed(token_ids_BT)
         captured, rows, experts = {}, [], []
         for layer, block in enumerate(self.blocks):
             with jax.named_scope(f"layer_{layer}"):
-                x_BTD, rows_BTW, chosen = block(x_BTD, positions_BT, visible_BTt, length_B, cache[layer])
+                x_BTD, rows_BTW, chosen = block(x_BTD, positions_BT, visible_BTt, length_B, cache[layer], is_token_BT)
             captured[layer] = x_BTD
             rows.append(rows_BTW)
             experts.extend(chosen)
         empty_BTY = jnp.zeros((*x_BTD.shape[:2], 0), x_BTD.dtype)
         features_BTY = jnp.concatenate([empty_BTY, *(captured[layer] for layer in self.capture)], axis=-1)
         return TargetOutput(rms_norm(x_BTD, self.norm_D[...], self.config.rms_norm_eps), features_BTY, rows, experts)
+
+
+def _embed_shard(token_ids_BT: Int32[Array, "B T"], embedding_VD: Float[Array, "V D"]) -> Float[Array, "B T D"]:
+    """Embeddings from a shard's rows. Left to itself, XLA gathers all shards' rows to look one token up."""
+    num_rows = embedding_VD.shape[0]
+    row_BT = token_ids_BT - jax.lax.axis_index(RULES["vocab"]) * num_rows
+    is_here_BT = (row_BT >= 0) & (row_BT < num_rows)
+    found_BTD = jnp.where(is_here_BT[..., None], embedding_VD[jnp.where(is_here_BT, row_BT, 0)], 0)
+    return jax.lax.psum(found_BTD, RULES["vocab"])
 
 
 def parameters(config: KimiConfig) -> Parameters:

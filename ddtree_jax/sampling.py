@@ -117,15 +117,25 @@ def _sample_by_kernels(
         sampling.top_p_B,
         sampling.min_p_B,
     )
-    pieces = sample.collect_pieces(logits_BNV, filters, jnp.int32(0), vocab_size)
     key_BT2 = jax.random.key_data(noise_keys(sampling, position_BT))
-    token_BN = sample.draw_tokens(pieces, filters, depth_BN, key_BT2, vocab_size)
-    is_greedy_B1 = sampling.temperature_B[:, None] <= 0
-    return jax.lax.cond(
-        jnp.any((token_BN < 0) & ~is_greedy_B1),
-        lambda: sample_reference(logits_BNV, depth_BN, position_BT, sampling),
-        lambda: token_BN,
-    )
+
+    def with_filters() -> Array:
+        sums = sample.add_up_pieces(logits_BNV, filters, jnp.int32(0))
+        lists = sample.collect_pieces(logits_BNV, sums, filters, jnp.int32(0), vocab_size)
+        token_BN = sample.draw_tokens(sums, lists, filters, depth_BN, key_BT2, vocab_size)
+        is_unknown_BN = (token_BN < 0) & (sampling.temperature_B[:, None] > 0)
+        return jax.lax.cond(
+            jnp.any(is_unknown_BN),
+            lambda: sample_reference(logits_BNV, depth_BN, position_BT, sampling),
+            lambda: token_BN,
+        )
+
+    def without() -> Array:
+        best = sample.best_of_pieces(logits_BNV, jnp.int32(0))
+        noisy = sample.perturb_pieces(logits_BNV, best, filters, depth_BN, key_BT2, jnp.int32(0))
+        return sample.merge_greedy(noisy).reshape(depth_BN.shape)
+
+    return jax.lax.cond(jnp.any((sampling.top_k_B > 0) | (sampling.top_p_B < 1)), with_filters, without)
 
 
 def _temperature(sampling: SamplingArrays) -> Float[Array, "B"]:

@@ -4,7 +4,6 @@ Weights are random and stay cold: calls go through several routings, whose exper
 over. A call's time is that of all its kernels on the device, as CUPTI reports it.
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -14,16 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.pallas import int4_kernel
-from ddtree_jax.pallas.int4_blocks import BLOCK_WORDS, WEIGHT_WORDS, pack_down, pack_gate_up
+from ddtree_jax.pallas.int4_blocks import BLOCK_WORDS, WEIGHT_WORDS
 from ddtree_jax.pallas.int4_moe import (
     ExpertBlocks,
     choose_config,
+    device_config,
     expand,
     int4_moe_gpu,
     int4_moe_reference,
 )
-from ddtree_jax.quant import dequantize
 
 WIDTH = 7168
 NUM_EXPERTS, PER_TOKEN = 384, 8
@@ -42,12 +40,16 @@ class Shard(NamedTuple):
     def expert_bytes(self) -> int:
         return 3 * self.features * WIDTH * (16 + 2) // 32
 
-    def draw_weights(self) -> ExpertBlocks:
-        shapes = (
+    @property
+    def block_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of gate and up, and of down, without the words of a block."""
+        return (
             (self.num_experts, self.features // 256, WIDTH // 64, 8),
             (self.num_experts, WIDTH // 512, self.features // 64, 8),
         )
-        return ExpertBlocks(*(draw_blocks(jax.random.key(i), shape) for i, shape in enumerate(shapes)))
+
+    def draw_weights(self) -> ExpertBlocks:
+        return ExpertBlocks(*(draw_blocks(jax.random.key(i), shape) for i, shape in enumerate(self.block_shapes)))
 
     def draw_routing(self, nodes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Uniform; drawn again if the rank has none of the experts."""
@@ -64,6 +66,20 @@ class Shard(NamedTuple):
 
 
 SHARDS = (Shard("tensor=8", 384, 256), Shard("expert=8", 48, 2048))
+
+
+def cases_to_compile(capability: int, num_blocks: int) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    """Names, functions and arguments' shapes for a device of compute capability ``capability``.x."""
+    for shard in SHARDS:
+        experts = ExpertBlocks(
+            *(jax.ShapeDtypeStruct((*shape, BLOCK_WORDS), jnp.int32) for shape in shard.block_shapes)
+        )
+        for nodes in (1, 16, 64):
+            x_TD = jax.ShapeDtypeStruct((nodes, WIDTH), jnp.bfloat16)
+            routing = [jax.ShapeDtypeStruct((nodes, PER_TOKEN), dtype) for dtype in (jnp.int32, jnp.float32)]
+            config = choose_config(x_TD, experts, device_config(capability, num_blocks))
+            function = functools.partial(int4_moe_gpu, config=config)
+            yield f"{shard.mesh}, {nodes} nodes", function, (x_TD, *routing, experts)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -154,95 +170,3 @@ def measure(nodes: list[int], runs: int, reference_nodes: list[int]) -> Iterator
         experts = jax.block_until_ready(shard.draw_weights())
         for count in nodes:
             yield measure_case(shard, experts, count, runs, count in reference_nodes)
-
-
-FUZZ_SHAPES = (
-    (1, 1, 8, 64, 32),
-    (64, 8, 384, 128, 64),
-    (33, 6, 20, 320, 160),
-    (9, 4, 12, 1024, 512),
-    (7, 3, 9, 576, 288),
-    (5, 2, 16, 96, 96),
-    (64, 8, 32, 256, 128),
-    (16, 8, 48, 512, 1024),
-)
-"""T, X, E, D, F."""
-
-
-def check_random(num_routings: int) -> float:
-    """Largest error over random routings of small shapes; one of them also in the portable forms, bit for bit."""
-    worst = 0.0
-    for number, shape in enumerate(FUZZ_SHAPES):
-        worst = max(worst, check_shape(shape, num_routings // len(FUZZ_SHAPES), number == 3))
-        print(f"T, X, E, D, F = {shape}: largest error so far {worst:.5f}", flush=True)
-    return worst
-
-
-def check_shape(shape: tuple[int, ...], num_routings: int, is_compared: bool) -> float:
-    T, X, E, D, F = shape
-    rng = np.random.default_rng(shape)
-    experts, gate_up_E2FD, down_EDF = _draw_small(rng, E, D, F)
-    config = choose_config(jax.ShapeDtypeStruct((T, D), jnp.bfloat16), experts)
-    kernel = jax.jit(functools.partial(int4_moe_gpu, config=config))
-    portable = []
-    if is_compared:
-        for form in (int4_kernel.SMALL, int4_kernel.AMPERE):
-            changed = dataclasses.replace(form, num_blocks=config.num_blocks, step_columns=config.step_columns)
-            portable.append(jax.jit(functools.partial(int4_moe_gpu, config=changed)))
-    worst = 0.0
-    for i in range(num_routings):
-        expert_TX, weight_TX = _draw_routing(rng, i, T, X, E)
-        x_TD = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16)
-        x_TD = jnp.where(((expert_TX >= 0) & (expert_TX < E)).any(axis=1)[:, None], x_TD, jnp.nan)
-        arguments = (x_TD, jnp.asarray(expert_TX), jnp.asarray(weight_TX), experts)
-        y_TD = np.asarray(kernel(*arguments).astype(jnp.float32))
-        for other in portable:
-            np.testing.assert_array_equal(np.asarray(other(*arguments).astype(jnp.float32)), y_TD)
-        expected_TD = np.zeros((T, D))
-        x_TD = np.asarray(x_TD.astype(jnp.float32), np.float64)
-        for (t, x), expert in np.ndenumerate(expert_TX):
-            if 0 <= expert < E:
-                gate_F, up_F = gate_up_E2FD[expert] @ x_TD[t]
-                expected_TD[t] += weight_TX[t, x] * (down_EDF[expert] @ (gate_F / (1 + np.exp(-gate_F)) * up_F))
-        error = relative_error(y_TD, expected_TD) if expected_TD.any() else float(np.abs(y_TD).max())
-        if not error < 4e-3:
-            print(f"routing {i} of {shape}: error {error}", flush=True)
-        worst = max(worst, error if np.isfinite(error) else np.inf)
-    return worst
-
-
-def _draw_small(rng: np.random.Generator, E: int, D: int, F: int) -> tuple[ExpertBlocks, np.ndarray, np.ndarray]:
-    """Random experts; the last one's scales are NaN."""
-    parts = []
-    for shape in ((E, 2, F, D), (E, D, F)):
-        words = rng.integers(-(2**31), 2**31, (*shape[:-1], shape[-1] // 8)).astype(np.int32)
-        scale = rng.normal(0.0, 0.05, (*shape[:-1], shape[-1] // 32))
-        scale[-1] = np.nan
-        parts.append((jnp.asarray(words), jnp.asarray(scale, jnp.bfloat16)))
-    experts = ExpertBlocks(pack_gate_up(*parts[0]), pack_down(*parts[1]))
-    dense = (np.asarray(dequantize(*part, jnp.float32), np.float64) for part in parts)
-    return experts, *dense
-
-
-def _draw_routing(rng: np.random.Generator, i: int, T: int, X: int, E: int) -> tuple[np.ndarray, np.ndarray]:
-    """In turn: distinct experts, one for all, with foreign and repeated ones, few of them, all but one foreign."""
-    kinds = (
-        lambda: np.stack([rng.choice(E - 1, X, replace=X > E - 1) for _ in range(T)]),
-        lambda: np.full((T, X), rng.integers(0, E - 1)),
-        lambda: rng.integers(-3, E + 3, (T, X)),
-        lambda: rng.integers(0, min(3, E - 1), (T, X)),
-        lambda: np.where(np.arange(T * X).reshape(T, X) == T * X // 2, 0, -1),
-    )
-    expert_TX = kinds[i % len(kinds)]()
-    return np.where(expert_TX == E - 1, -1, expert_TX).astype(np.int32), rng.normal(size=(T, X)).astype(np.float32)
-
-
-def check_repeats(nodes: int, times: int) -> bool:
-    """Whether the same inputs gave the same bits every time."""
-    shard = SHARDS[0]
-    experts = shard.draw_weights()
-    x_TD = jax.random.normal(jax.random.key(1), (nodes, WIDTH), jnp.bfloat16)
-    kernel = jax.jit(functools.partial(int4_moe_gpu, config=choose_config(x_TD, experts)))
-    routing = tuple(map(jnp.asarray, shard.draw_routing(nodes, 0)))
-    outputs = [kernel(x_TD, *routing, experts) for _ in range(times)]
-    return all(bool(jnp.all(output == outputs[0])) for output in outputs)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import bench_commit, bench_int4_moe, bench_sample, bench_tree_expand, bench_tree_mla
+from experiments import bench_commit, bench_int4_moe, bench_sample, bench_tree_expand, bench_tree_mla, check_int4_moe
 from experiments.results_file import provenance, write_lines
 
 _KERNELS = ("int4_moe", "tree_mla", "tree_expand", "sample", "commit")
@@ -48,9 +48,7 @@ def measure() -> Iterator[dict[str, Any]]:
         yield from bench.measure(_RUNS.value)
         return
     if _CHECK.value:
-        worst = bench_int4_moe.check_random(_CHECK.value)
-        is_repeatable = bench_int4_moe.check_repeats(nodes=16, times=100)
-        print(f"largest error {worst:.5f}; 100 runs bit-equal: {is_repeatable}", flush=True)
+        check_int4_moe.check(_CHECK.value)
     nodes, reference_nodes = (list(map(int, flag.value)) for flag in (_NODES, _REFERENCE_NODES))
     yield from bench_int4_moe.measure(nodes, _RUNS.value, reference_nodes)
 

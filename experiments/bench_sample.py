@@ -39,11 +39,29 @@ def greedy(logits_BNV: jax.Array) -> jax.Array:
 
 
 def drawn(logits_BNV: jax.Array, depth_BN: jax.Array, length_B: jax.Array, arrays: SamplingArrays) -> jax.Array:
+    """Draws under top-k or top-p; -1 where the kernels leave them to the reference."""
+    filters, key_BT2 = _inputs(length_B, arrays)
+    sums = sample.add_up_pieces(logits_BNV, filters, jnp.int32(0))
+    lists = sample.collect_pieces(logits_BNV, sums, filters, jnp.int32(0), VOCAB)
+    return sample.draw_tokens(sums, lists, filters, depth_BN, key_BT2, VOCAB)
+
+
+def perturbed(logits_BNV: jax.Array, depth_BN: jax.Array, length_B: jax.Array, arrays: SamplingArrays) -> jax.Array:
+    """Draws without top-k and top-p."""
+    filters, key_BT2 = _inputs(length_B, arrays)
+    best = sample.best_of_pieces(logits_BNV, jnp.int32(0))
+    noisy = sample.perturb_pieces(logits_BNV, best, filters, depth_BN, key_BT2, jnp.int32(0))
+    return sample.merge_greedy(noisy).reshape(depth_BN.shape)
+
+
+def _inputs(length_B: jax.Array, arrays: SamplingArrays) -> tuple[Filters, jax.Array]:
     filters = Filters(arrays.temperature_B, arrays.top_k_B, arrays.top_p_B, arrays.min_p_B)
-    pieces = sample.collect_pieces(logits_BNV, filters, jnp.int32(0), VOCAB)
     position_BT = length_B[:, None] + 1 + jnp.arange(DEPTHS, dtype=jnp.int32)[None]
-    key_BT2 = jax.random.key_data(sampling.noise_keys(arrays, position_BT))
-    return sample.draw_tokens(pieces, filters, depth_BN, key_BT2, VOCAB)
+    return filters, jax.random.key_data(sampling.noise_keys(arrays, position_BT))
+
+
+def is_filtered(params: dict[str, Any]) -> bool:
+    return "top_k" in params or params.get("top_p", 1.0) < 1
 
 
 def arrays_of(**params: Any) -> SamplingArrays:
@@ -69,7 +87,7 @@ CHECKED = (
 def check(num_batches: int, num_nodes: int = 16) -> dict[str, int]:
     """Draws that differ from `sampling.sample_reference` on the same device, and those that the kernels leave to it."""
     found = {"draws": 0, "differ": 0, "left": 0, "greedy": 0}
-    kernel, expected = jax.jit(drawn), jax.jit(reference)
+    kernels, expected = {True: jax.jit(drawn), False: jax.jit(perturbed)}, jax.jit(reference)
     for turn in range(num_batches):
         rng = np.random.default_rng(turn)
         logits = jnp.asarray(draw_logits(rng, num_nodes))
@@ -77,7 +95,7 @@ def check(num_batches: int, num_nodes: int = 16) -> dict[str, int]:
         found["greedy"] += int(jnp.sum(greedy(logits) != jnp.argmax(logits[0], axis=-1)))
         for params in CHECKED:
             rest = depth_BN, jnp.asarray([turn], jnp.int32), arrays_of(seed=turn, **params)
-            ours, theirs = np.asarray(kernel(logits, *rest)), np.asarray(expected(logits, *rest))
+            ours, theirs = np.asarray(kernels[is_filtered(params)](logits, *rest)), np.asarray(expected(logits, *rest))
             found["draws"] += ours.size
             found["left"] += int((ours < 0).sum())
             found["differ"] += int(((ours >= 0) & (ours != theirs)).sum())
@@ -94,7 +112,8 @@ def measure(runs: int, cases: tuple = CASES) -> Iterator[dict[str, Any]]:
         depth_BN = jnp.asarray(rng.integers(0, DEPTHS, (1, num_nodes)), jnp.int32)
         if temperature:
             rest = depth_BN, jnp.zeros(1, jnp.int32), arrays_of(seed=1, temperature=temperature, top_p=top_p)
-            times = kernel_seconds(jax.jit(drawn), [(x, *rest) for x in copies], runs)
+            call = jax.jit(drawn if top_p < 1 else perturbed)
+            times = kernel_seconds(call, [(x, *rest) for x in copies], runs)
         else:
             times = kernel_seconds(jax.jit(greedy), [(x,) for x in copies], runs)
         seconds = sum(times.values())

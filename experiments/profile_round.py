@@ -76,10 +76,12 @@ def configs(name: str) -> tuple[KimiConfig, DFlashConfig]:
 
 
 def models_of(target: KimiConfig, drafter: DFlashConfig) -> decode.Models:
+    mesh = make_mesh("tensor=1")
     arrays = initialize(kimi.parameters(target), jax.random.key(0), jnp.bfloat16)
-    kimi.pack_experts(arrays, make_mesh("tensor=1"))
+    kimi.pack_experts(arrays, mesh)
     drafter_arrays = initialize(dflash.parameters(drafter), jax.random.key(1), jnp.bfloat16)
-    return decode.Models(kimi.Kimi(target, arrays, drafter.target_layer_ids), dflash.DFlash(drafter, drafter_arrays))
+    model = kimi.Kimi(target, arrays, drafter.target_layer_ids, mesh, has_kernels=True)
+    return decode.Models(model, dflash.DFlash(drafter, drafter_arrays))
 
 
 def start(models: decode.Models, plan: decode.Plan, context: int, capacity: int) -> tuple[decode.State, SamplingArrays]:

@@ -305,6 +305,17 @@ LOAD = cases(
     ),
     *(({"prefix_cache": value}, f"prefix_cache is {value!r}{FALSE_OR_TRUE}") for value in (0, 1, "yes", None, NAN)),
     *(
+        ({"kernels": value}, f"kernels is {value!r}; allowed are None, True and False")
+        for value in (0, 1, "auto", "", NAN, [True])
+    ),
+    *(
+        (
+            {"kernels": True, "dtype": dtype},
+            f"kernels is True, but they need a GPU and bfloat16, not cpu and {dtype}; allowed are None and False",
+        )
+        for dtype in ("float32", "bfloat16")
+    ),
+    *(
         ({"mesh": value}, f"mesh is {value!r}{MESH}")
         for value in (
             "data=2", "tensor", "tensor=", "tensor=0", "tensor=-2", "tensor=2.0", "tensor=2,tensor=2", "tensor=2,", "",

@@ -118,10 +118,11 @@ def test_no_round_commits_fewer_tokens_than_the_chain(pair, prompts, temperature
     assert num_deep > 0
 
 
-def test_eight_devices_equal_one(converted, pair, prompts):
-    """Weights are really spread, over both axes of the mesh, and the tokens are those of one device."""
+@pytest.mark.parametrize("mesh", ["expert=4,tensor=2", "tensor=8"])
+def test_eight_devices_equal_one(converted, pair, prompts, mesh):
+    """Weights are really spread, over all axes of the mesh, and the tokens are those of one device."""
     folders = converted(TINY / "target"), converted(TINY / "drafter")
-    engine = Engine.load(*folders, mesh="expert=4,tensor=2", max_length=pair.max_length, dtype="float32")
+    engine = Engine.load(*folders, mesh=mesh, max_length=pair.max_length, dtype="float32")
     weight_EDI = engine.models.target.blocks[1].experts.down_EDI[...]
     assert weight_EDI.addressable_shards[0].data.size * 8 == weight_EDI.size
     for temperature in (0.0, 0.8):

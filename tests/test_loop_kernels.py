@@ -46,7 +46,7 @@ CALLS = [
     (expand, (2, DEPTH, 7), ("tree_expand_grow",)),
     (functools.partial(tree.walk, nodes(), depth=DEPTH), (2, NODES), ("accept_path",)),
     (commit, (2, 20, 6), ("commit_rows",)),
-    (draw, (2, NODES, VOCAB), ("sample_best", "sample_merge", "sample_collect", "sample_draw")),
+    (draw, (2, NODES, VOCAB), ("sample_best", "sample_merge", "sample_add_up", "sample_collect", "sample_draw")),
 ]
 
 

@@ -10,8 +10,9 @@ from simt_numpy import Memory, NumpyThreads, shared
 
 from ddtree_jax import sampling
 from ddtree_jax.pallas import sample
-from ddtree_jax.pallas.sample_collect import NOISE_RANGE, Collection, collect, pick_best
-from ddtree_jax.pallas.sample_draw import Draw, draw, gumbel, merge_best
+from ddtree_jax.pallas.sample_collect import NOISE_RANGE, Collection, add_up_piece, collect, perturb, pick_best
+from ddtree_jax.pallas.sample_draw import Draw, draw, merge_best
+from ddtree_jax.pallas.sample_noise import gumbel
 from ddtree_jax.pallas.tree_expand_top import Piece
 from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
 
@@ -50,17 +51,24 @@ def run_draw(
     batch, num_nodes, vocab = logits_BNV.shape
     logits_RV, num_rows = logits_BNV.reshape(-1, vocab), batch * num_nodes
     piece = pieces_of(logits_RV)
-    collection = Collection(piece=piece, num_nodes=num_nodes, capacity=capacity)
-    num = num_rows * piece.num_pieces
-    kinds = (np.float32, np.int32, np.float32, np.int32)
-    outs = [shared(num, kind) for kind in kinds] + [shared(num * capacity, kind) for kind in (np.float32, np.int32)]
-    temperature, cutoff = (Memory(np.asarray(x)) for x in (filters.temperature_B, filters.cutoff_B(vocab)))
-    num_warps = THREADS // 32
-    for row, index in np.ndindex(num_rows, piece.num_pieces):
-        threads = NumpyThreads(THREADS)
-        numbers = (threads.value(np.int32, number) for number in (row, index, 0))
-        memory = shared(num_warps, np.uint64), shared(num_warps, np.float32), shared(1, np.int32)
-        collect(threads, collection, *numbers, Memory(logits_RV.reshape(-1)), temperature, cutoff, *outs, *memory)
+    collection = Collection(piece=piece, num_nodes=num_nodes, row_pieces=piece.num_pieces, capacity=capacity)
+    num, num_warps = num_rows * piece.num_pieces, THREADS // 32
+    sums = [shared(num, kind) for kind in (np.float32, np.int32, np.float32)]
+    lists = [shared(num, np.int32), shared(num * capacity, np.float32), shared(num * capacity, np.int32)]
+    of_sequences = filters.temperature_B, filters.cutoff_B(vocab), filters.floor_B()
+    temperature, cutoff, floor = (Memory(np.asarray(x)) for x in of_sequences)
+    logits = Memory(logits_RV.reshape(-1))
+    for launch in ("add up", "collect"):
+        of_row = [Memory(x.array) for x in (sums[0], sums[2])]
+        for row, index in np.ndindex(num_rows, piece.num_pieces):
+            threads = NumpyThreads(THREADS)
+            numbers = (threads.value(np.int32, number) for number in (row, index, 0))
+            if launch == "add up":
+                memory = shared(num_warps, np.uint64), shared(num_warps, np.float32)
+                add_up_piece(threads, collection, *numbers, logits, temperature, *sums, *memory)
+            else:
+                memory = shared(1, np.int32)
+                collect(threads, collection, *numbers, logits, temperature, cutoff, floor, *of_row, *lists, memory)
     shape = Draw(
         num_nodes=num_nodes,
         num_pieces=piece.num_pieces,
@@ -76,9 +84,39 @@ def run_draw(
         threads = NumpyThreads(THREADS)
         memory = [shared(num_kept, np.float32), shared(num_kept, np.int32), shared(num_warps, np.uint64)]
         memory += [shared(num_warps, np.uint32), shared(num_warps, np.float32), shared(1, np.int32)]
-        inputs = Memory(depth_BN.reshape(-1)), temperature, cutoff, *(Memory(np.asarray(x)) for x in of_sequence)
-        draw(threads, shape, threads.value(np.int32, row), *inputs, *(Memory(x.array) for x in outs), out, *memory)
+        inputs = Memory(depth_BN.reshape(-1)), temperature, *(Memory(np.asarray(x)) for x in of_sequence)
+        draw(
+            threads,
+            shape,
+            threads.value(np.int32, row),
+            *inputs,
+            *(Memory(x.array) for x in (*sums, *lists)),
+            out,
+            *memory,
+        )
     return out.array.reshape(batch, num_nodes)
+
+
+@np.errstate(invalid="ignore", divide="ignore", over="ignore")
+def run_perturbed(
+    logits_BNV: np.ndarray, filters: sample.Filters, depth_BN: np.ndarray, key_BT2: np.ndarray
+) -> np.ndarray:
+    batch, num_nodes, vocab = logits_BNV.shape
+    logits_RV, num_rows = logits_BNV.reshape(-1, vocab), batch * num_nodes
+    piece = pieces_of(logits_RV)
+    num = num_rows * piece.num_pieces
+    shape = Collection(piece=piece, num_nodes=num_nodes, row_pieces=piece.num_pieces, capacity=1, num_depths=DEPTHS)
+    best, logit, token = (shared(num, kind) for kind in (np.float32, np.float32, np.int32))
+    for row, index in np.ndindex(num_rows, piece.num_pieces):
+        best.array[row * piece.num_pieces + index] = logits_RV[row, index * piece.columns :][: piece.columns].max()
+    inputs = [logits_BNV, depth_BN, filters.temperature_B, jnp.log(filters.min_p_B), key_BT2, best.array]
+    memories = [Memory(np.asarray(x).reshape(-1)) for x in inputs]
+    for row, index in np.ndindex(num_rows, piece.num_pieces):
+        threads = NumpyThreads(THREADS)
+        numbers = (threads.value(np.int32, number) for number in (row, index, 0))
+        perturb(threads, shape, *numbers, *memories, logit, token, shared(THREADS // 32, np.uint64))
+    order = np.lexsort((token.array.reshape(num_rows, -1), -logit.array.reshape(num_rows, -1)))
+    return np.take_along_axis(token.array.reshape(num_rows, -1), order[:, :1], 1).reshape(batch, num_nodes)
 
 
 def arrays_of(params: list[SamplingParams], vocab: int) -> SamplingArrays:
@@ -86,7 +124,9 @@ def arrays_of(params: list[SamplingParams], vocab: int) -> SamplingArrays:
     return SamplingArrays.stack(params, [[0]] * len(params), **options)
 
 
-def compare(logits_BNV: np.ndarray, params: list[SamplingParams], **sizes: int) -> tuple[np.ndarray, np.ndarray]:
+def compare(
+    logits_BNV: np.ndarray, params: list[SamplingParams], with_filters: bool = True, **sizes: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of the kernels and of `sampling.draw`."""
     batch, num_nodes, vocab = logits_BNV.shape
     rng = np.random.default_rng(7)
@@ -99,7 +139,8 @@ def compare(logits_BNV: np.ndarray, params: list[SamplingParams], **sizes: int) 
     for b, depth in np.ndindex(batch, DEPTHS):
         key = jax.random.fold_in(jax.random.key(arrays.seed_B[b]), arrays.sequence_B[b])
         key_BT2[b, depth] = jax.random.key_data(jax.random.fold_in(key, length_B[b] + 1 + depth))
-    return run_draw(logits_BNV, filters, depth_BN, key_BT2, **sizes), np.asarray(expected)
+    run = functools.partial(run_draw, **sizes) if with_filters else run_perturbed
+    return run(logits_BNV, filters, depth_BN, key_BT2), np.asarray(expected)
 
 
 @pytest.mark.parametrize("levels", [None, 2])
@@ -116,7 +157,8 @@ FILTERS = {
     "hot": {"temperature": 30.0},
     "cold": {"temperature": 1e-6},
     "top_k": {"temperature": 1.3, "top_k": 5},
-    "top_p": {"temperature": 0.6, "top_p": 0.95},
+    "top_p": {"temperature": 3.0, "top_p": 0.5},
+    "large_top_p": {"temperature": 0.6, "top_p": 0.95},
     "small_top_p": {"temperature": 1.0, "top_p": 0.01},
     "min_p": {"temperature": 0.9, "min_p": 0.2},
     "all": {"temperature": 0.8, "top_k": 11, "top_p": 0.7, "min_p": 0.05},
@@ -134,6 +176,7 @@ def test_draws_equal_the_reference(kind, levels):
     logits_BNV[0, 3, 7:] = -np.inf
     logits_BNV[0, 4] = -np.inf
     logits_BNV[0, 4, 9] = 2
+    logits_BNV[0, 5] = 0  # Flat: nothing may be left out.
     params = [SamplingParams(seed=5, **FILTERS[kind]), SamplingParams(seed=6, temperature=1.0, top_p=0.9)]
     drawn, expected = compare(logits_BNV, params)
     if kind == "all":  # Fewer tokens than top-k keeps: for all that the lists say, others might have some mass.
@@ -143,15 +186,30 @@ def test_draws_equal_the_reference(kind, levels):
     assert len(set(expected.ravel())) > 2
 
 
+@pytest.mark.parametrize("kind", ["none", "hot", "cold", "min_p"])
+@pytest.mark.parametrize("levels", [None, 1])
+def test_draws_without_lists(kind, levels):
+    """Where top-k and top-p remove nothing, pieces draw for themselves."""
+    logits_BNV = (np.random.default_rng(len(kind)).normal(size=(2, 6, 610)) * 3).astype(np.float32)
+    if levels:
+        logits_BNV = np.round(logits_BNV * levels) / np.float32(levels)
+    logits_BNV[0, 3, 7:] = -np.inf
+    logits_BNV[0, 4, :600] = -np.inf
+    params = [SamplingParams(seed=5, **FILTERS[kind]), SamplingParams(seed=6, temperature=1.0)]
+    drawn, expected = compare(logits_BNV, params, with_filters=False)
+    np.testing.assert_array_equal(drawn, expected)
+    assert len(set(expected.ravel())) > 2
+
+
 def test_what_does_not_fit_is_reported():
     """Flat logits: too many for a piece's list, or for shared memory; top-k with top-p beyond what may be drawn."""
     flat = np.zeros((1, 2, 610), np.float32)
     flat[0, 1, 0] = 50
     warm = [SamplingParams(temperature=1.0)]
-    assert compare(flat, warm, capacity=64)[0].tolist() == [[-1, -1]]  # Pieces know their own best token alone.
-    drawn, expected = compare(flat, warm, num_kept=300)
-    assert drawn[0, 0] == -1
-    assert drawn[0, 1] == expected[0, 1] == 0
+    for sizes in ({"capacity": 64}, {"num_kept": 300}):
+        drawn, expected = compare(flat, warm, **sizes)
+        assert drawn[0, 0] == -1
+        assert drawn[0, 1] == expected[0, 1] == 0
     steep = -np.arange(610, dtype=np.float32)[None, None] / 5
     drawn, _ = compare(steep, [SamplingParams(temperature=1.0, top_k=300, top_p=0.9)])
     assert drawn.tolist() == [[-1]]
@@ -172,11 +230,12 @@ def test_noise_is_that_of_jax():
 
 def test_kernels_lower_for_a_gpu():
     def run(logits, filters, depth, key):
-        zero = jnp.int32(0)
-        greedy = sample.merge_greedy(sample.best_of_pieces(logits, zero))
-        return greedy, sample.draw_tokens(
-            sample.collect_pieces(logits, filters, zero, 163_840), filters, depth, key, 163_840
-        )
+        zero, vocab = jnp.int32(0), 163_840
+        best = sample.best_of_pieces(logits, zero)
+        greedy = sample.merge_greedy(sample.perturb_pieces(logits, best, filters, depth, key, zero))
+        sums = sample.add_up_pieces(logits, filters, zero)
+        lists = sample.collect_pieces(logits, sums, filters, zero, vocab)
+        return greedy, sample.draw_tokens(sums, lists, filters, depth, key, vocab)
 
     def like(*shape: int, dtype: type = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -185,7 +244,7 @@ def test_kernels_lower_for_a_gpu():
     arrays = like(2, 16, 163_840), filters, like(2, 16, dtype=jnp.int32), like(2, 8, 2, dtype=jnp.uint32)
     traced = jax.jit(run).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    for name in ("sample_best", "sample_merge", "sample_collect", "sample_draw"):
+    for name in ("sample_best", "sample_perturb", "sample_merge", "sample_add_up", "sample_collect", "sample_draw"):
         assert name in text
     assert [x.shape for x in traced.out_info] == [(32,), (2, 16)]
 

@@ -122,12 +122,14 @@ def draw_logits(kind: str, num_rows: int, vocab: int) -> np.ndarray:
     if kind == "impossible":
         x[:] = -np.inf
         x[0, vocab // 2] = 1
+    if kind == "spread":  # The best columns lie in a group of threads each.
+        x[:] = np.where(np.arange(vocab) % 16 == 3, 9, 0) - np.arange(vocab) / np.float32(1000)
     if kind == "falling":
         return -np.sort(-x, axis=1)
     return np.zeros_like(x) if kind == "equal" else x
 
 
-@pytest.mark.parametrize("kind", ["normal", "rounded", "impossible", "falling", "equal"])
+@pytest.mark.parametrize("kind", ["normal", "rounded", "impossible", "falling", "spread", "equal"])
 @pytest.mark.parametrize(
     ("vocab", "num_best", "num_threads", "vectors", "width"),
     [

@@ -1,13 +1,22 @@
-"""What holds no token is never read: padding nodes, padding of prompts, places of a batch that no prompt takes."""
+"""What holds no token is never read: padding nodes, padding of prompts, places of a batch that no prompt takes.
+
+Nor is anything read for it: no expert's weights.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 from small_pairs import make_pair
 
-from ddtree_jax import DecodeConfig, Engine, SamplingParams
-from ddtree_jax.decode import MODES
+from ddtree_jax import DecodeConfig, Engine, SamplingParams, decode, kimi
+from ddtree_jax.decode import MODES, RUNNING, STOPPED
 
 RANDOM = np.random.default_rng(41)
 PROMPTS = [RANDOM.integers(1, 37, length).tolist() for length in (3, 19, 30)]
@@ -52,3 +61,55 @@ def test_nothing_undefined_is_read(engines, monkeypatch, mode):
     assert np.isfinite(outputs[1][0][1]).all()
     assert np.isnan(poisoned.score([0])).all()
     assert not np.isnan(clean.score([0])).any()
+
+
+@pytest.fixture
+def routed_by(monkeypatch) -> Callable:
+    """Calls a step of the loop as one program; also returns the expert numbers [T, X] that its MoE layer is given."""
+    run, routed = kimi._int4_moe, []
+
+    def record(x_TD, expert_TX, *rest):
+        routed.append(expert_TX)
+        return run(x_TD, expert_TX, *rest)
+
+    def routed_by(step: Callable, *args: Any) -> tuple[Any, np.ndarray]:
+        routed.clear()
+        after, expert_TX = jax.jit(lambda *args: (step(*args), *routed))(*args)
+        return after, np.asarray(expert_TX)
+
+    monkeypatch.setattr(kimi, "_int4_moe", record)
+    return routed_by
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_and_finished_sequences_choose_no_expert(engines, routed_by, mode):
+    """Three of four places, the second one finished, budget 5 in a bucket of 7 nodes."""
+    engine, _ = engines
+    decode_config = DecodeConfig(mode=mode, budget=5)
+    job = engine._job(engine._read_prompts(PROMPTS, True), SamplingParams(ignore_eos=True), decode_config)
+    state = next(engine._run(job, 1)).state
+
+    def round_with(finish_B: Array) -> tuple[decode.State, np.ndarray]:
+        step = functools.partial(decode.decode_round, plan=job.plan, budget=jnp.int32(job.budget))
+        return routed_by(step, engine.models, replace(state, finish_B=finish_B), job.sampling)
+
+    finish_B = state.finish_B.at[1].set(STOPPED)
+    assert (finish_B == RUNNING).tolist() == [True, False, True, False]
+    after, expert_TX = round_with(finish_B)
+    count_B = np.where(finish_B == RUNNING, after.last.count_B, 0)
+    assert count_B.tolist() == {"ar": [1, 0, 1, 0], "chain": [4, 0, 4, 0], "ddtree": [6, 0, 6, 0]}[mode]
+    is_token_T = (np.arange(len(expert_TX) // 4)[None] < count_B[:, None]).ravel()
+    assert (expert_TX[is_token_T] >= 0).all()
+    assert (expert_TX[~is_token_T] == -1).all()
+    if mode == "ar":
+        _, expert_TX = round_with(finish_B.at[2].set(STOPPED))
+        assert len(np.unique(expert_TX[expert_TX >= 0])) == engine.models.target.config.num_experts_per_tok
+
+
+def test_padding_of_a_prompt_chooses_no_expert(engines, routed_by):
+    engine, _ = engines
+    token_BT, count_B = jnp.zeros((3, 8), jnp.int32), jnp.array([3, 0, 8], jnp.int32)
+    _, expert_TX = routed_by(decode.prefill, engine.models, engine._new_context(3), token_BT, count_B)
+    is_token_T = (np.arange(8)[None] < np.asarray(count_B)[:, None]).ravel()
+    assert (expert_TX[is_token_T] >= 0).all()
+    assert (expert_TX[~is_token_T] == -1).all()

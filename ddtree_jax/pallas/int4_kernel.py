@@ -1,6 +1,6 @@
 """Routed experts with INT4 group-32 weights on a GPU: one kernel from routing to output.
 
-A block has 2 computing warpgroups and 1 that fetches. Both products are cut into steps of 512 rows by 128 columns of one
+A block has 2 or 4 computing warpgroups and 1 that fetches. Both products are cut into steps of 512 rows by 128 columns of one
 unit (an expert and up to 8 of its tokens, see `int4_schedule`), in the order (unit, tile of 512 rows, columns), and every
 block takes an equal span of them, wherever tiles begin or end::
 
@@ -30,110 +30,18 @@ from jaxtyping import Array, BFloat16, Float, Int32
 
 from ddtree_jax.pallas import int4_steps as steps
 from ddtree_jax.pallas import warps
-from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS
+from ddtree_jax.pallas.int4_blocks import BLOCK_ROWS, BLOCK_WORDS
 from ddtree_jax.pallas.int4_schedule import build_schedule, scratch_words
+from ddtree_jax.pallas.int4_spans import Config, Product
 from ddtree_jax.pallas.int4_steps import TOKENS
 
-_MAX_STAGES = 16
 _WARPS = 4
 _INT = jnp.int32
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """Tuning. ``num_blocks`` is the device's multiprocessors: all blocks must run at once, one on each.
-
-    ``shared_bytes`` of shared memory a block, less than the device's limit by what the compiler adds. Without bulk copies
-    the kernel also runs on devices before Hopper.
-    """
-
-    num_blocks: int = 132
-    warpgroups: int = 2
-    tile_rows: int = 512
-    step_columns: int = 128
-    shared_bytes: int = 223_000
-    combine_unroll: int = 16
-    has_bulk_copies: bool = True
-    has_exact_weights: bool = True
-
-    @property
-    def tile_blocks(self) -> int:
-        return self.tile_rows // BLOCK_ROWS
-
-    @property
-    def warpgroup_blocks(self) -> int:
-        return self.tile_blocks // self.warpgroups
-
-    @property
-    def step_blocks(self) -> int:
-        return self.step_columns // BLOCK_COLUMNS
-
-    @property
-    def num_threads(self) -> int:
-        """That compute."""
-        return 128 * self.warpgroups
-
-
-HOPPER = Config()
-# 101,376 bytes a block, as on consumer Blackwell.
-SMALL = Config(step_columns=64, shared_bytes=94_000)
-AMPERE = Config(num_blocks=108, step_columns=64, shared_bytes=156_000, has_bulk_copies=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """How a product's steps are counted: ``num_steps`` a tile, ``num_tiles`` a unit, equal spans for all blocks."""
-
-    blocks: Any
-    config: Config
-
-    @property
-    def group(self) -> int:
-        return self.blocks.shape[3]
-
-    @property
-    def num_tiles(self) -> int:
-        return -(-self.blocks.shape[1] * self.group // self.config.tile_blocks)
-
-    @property
-    def num_steps(self) -> int:
-        return self.blocks.shape[2] // self.config.step_blocks
-
-    @property
-    def num_columns(self) -> int:
-        return self.blocks.shape[2] * BLOCK_COLUMNS
-
-    def sharing(self, num_units: Array) -> tuple[Array, Array]:
-        """Number of steps, and of blocks that share them: all, or one a step, so that none between two is without any."""
-        total = num_units * (self.num_tiles * self.num_steps)
-        return total, jnp.clip(total, 1, self.config.num_blocks)
-
-    def span(self, num_units: Array, block: Array) -> tuple[Array, Array]:
-        total, sharing = self.sharing(num_units)
-        first, second = (jnp.minimum(index, sharing) * total // sharing for index in (block, block + 1))
-        return first, second
-
-    def owner(self, num_units: Array, step: Array) -> Array:
-        """Block whose span a step is in."""
-        total, sharing = self.sharing(num_units)
-        return ((step + 1) * sharing - 1) // jnp.maximum(total, 1)
-
-    def owners(self, num_units: Array, unit: Array, tile: Array) -> tuple[Array, Array]:
-        """First and last block that hold steps of a tile."""
-        begin = (unit * self.num_tiles + tile) * self.num_steps
-        return self.owner(num_units, begin), self.owner(num_units, begin + self.num_steps - 1)
-
-    def position(self, step: Array) -> tuple[Array, Array, Array]:
-        """Unit, tile of the unit, step of the tile."""
-        tile = step // self.num_steps
-        return tile // self.num_tiles, lax.rem(tile, self.num_tiles), lax.rem(step, self.num_steps)
-
-    def advance(self, unit: Array, tile: Array, k: Array) -> tuple[Array, Array, Array]:
-        """Position of the next step."""
-        ends_tile = k + 1 == self.num_steps
-        ends_unit = ends_tile & (tile + 1 == self.num_tiles)
-        next_tile = jnp.where(ends_unit, 0, tile + ends_tile.astype(_INT))
-        return unit + ends_unit.astype(_INT), next_tile, jnp.where(ends_tile, 0, k + 1)
+def num_fetching_warps(num_stages: int) -> int:
+    """A warp whose next step is more than a turn of the ring ahead could not tell whether that stage is free."""
+    return min(_WARPS, num_stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +61,7 @@ class _Block:
     units: Any
     pairs: Any
     places: Any
-    semaphores: Any
+    semaphores: warps.Semaphores
 
     @property
     def num_stages(self) -> int:
@@ -173,7 +81,7 @@ class _Block:
         return self.inputs[3].shape[1]
 
     def fetch(self) -> None:
-        """Keeps the ring full. Each of the four warps takes every fourth step, counted through both products."""
+        """Keeps the ring full. Warps take steps in turn, counted through both products."""
         done = jnp.int32(0)
         for product, token_mask in zip(self.products, (15, 0), strict=True):
             start, end = product.span(self.num_units, self.index)
@@ -182,10 +90,11 @@ class _Block:
 
     def _fetch_product(self, product: Product, token_mask: int, start: Array, end: Array, done: Array) -> None:
         config, tokens = self.config, self.inputs[0]
-        first = start + lax.rem(warps.warp_index() - done + _WARPS * (done // _WARPS + 1), _WARPS)
+        warp, num_warps = warps.warp_index(), num_fetching_warps(self.num_stages)
+        first = start + lax.rem(warp - done + num_warps * (done // num_warps + 1), num_warps)
 
         def fetch(turn: Array, carry: Array) -> Array:
-            step = first + _WARPS * turn
+            step = first + num_warps * turn
             count = done + step - start
             unit, tile, k = product.position(step)
             entry = self.units[unit]
@@ -210,7 +119,8 @@ class _Block:
             )
             return carry
 
-        lax.fori_loop(0, jnp.maximum(end - first + _WARPS - 1, 0) // _WARPS, fetch, 0)
+        turns = jnp.maximum(end - first + num_warps - 1, 0) // num_warps
+        lax.fori_loop(0, jnp.where(warp < num_warps, turns, 0), fetch, 0)
 
     def compute(self) -> None:
         """Both products and what lies between and behind them."""
@@ -220,15 +130,12 @@ class _Block:
         stage = self._multiply(gate_up, stage, first_sums, first_parts, hidden)
         self._combine()
         self._multiply(down, stage, second_sums, second_parts, None)
-        self._signal(jnp.int32(0))
-        self._await(jnp.int32(0), jnp.int32(self.config.num_blocks))
-        self._add_up()
-
-    def _signal(self, index: Array) -> None:
-        warps.signal(self.semaphores, index, self.config.num_threads)
-
-    def _await(self, index: Array, count: Array) -> None:
-        warps.await_count(self.semaphores, index, count, self.config.num_threads)
+        self.semaphores.signal(jnp.int32(0))
+        task = self.index * self.config.warpgroups + self.warpgroup
+        sources = self._find_sources(task)
+        self.semaphores.wait(jnp.int32(0), jnp.int32(self.config.num_blocks))
+        pl.when(self.index == 0)(self.semaphores.close)
+        self._add_up(task, sources)
 
     def _is_ready(self, unit: Array) -> Array:
         """Semaphore that counts the unit's tiles of gate and up whose hidden rows are written."""
@@ -242,17 +149,46 @@ class _Block:
         self, product: Product, stage: tuple[Array, Array], sums_ref: Any, parts_ref: Any, hidden: Any
     ) -> tuple[Array, Array]:
         """Goes through the block's span of a product's steps; ``hidden`` takes tiles of gate and up that are whole."""
-        config = self.config
+        num_steps = product.num_steps
         start, end = product.span(self.num_units, self.index)
+        first = start // num_steps
+        last = jnp.where(start < end, (end + num_steps - 1) // num_steps, first)
         is_first = hidden is not None
-        blocks = {"warpgroup_blocks": config.warpgroup_blocks}
+
+        def multiply_tile(index: Array, carry: tuple) -> tuple:
+            *ring, count = carry
+            unit, tile = index // product.num_tiles, lax.rem(index, product.num_tiles)
+            is_new = (index == first) | (tile == 0)
+            count = lax.cond(is_new, lambda: self._begin_unit(unit, is_first), lambda: count)
+            begin = jnp.maximum(start - index * num_steps, 0)
+            stop = jnp.minimum(end - index * num_steps, num_steps)
+            *ring, sums = self._multiply_steps(product, begin, stop, count, ring, is_first)
+            is_whole = (begin == 0) & (stop == num_steps)
+            if is_first:
+                pl.when(is_whole)(lambda: self._store_hidden(sums, hidden, unit, tile))
+
+            @pl.when(jnp.logical_not(is_whole) if is_first else index >= 0)
+            def _() -> None:
+                where = (unit, tile, self.index, (begin > 0).astype(_INT), self.warpgroup)
+                blocks = {"tile_blocks": self.config.tile_blocks, "warpgroup_blocks": self.config.warpgroup_blocks}
+                steps.store_sums(sums, sums_ref, parts_ref, self.pairs, *where, **blocks)
+
+            if is_first:
+                pl.when(stop < num_steps)(lambda: self.semaphores.signal(self._has_parts(unit, tile)))
+            return (*ring, count)
+
+        return lax.fori_loop(first, last, multiply_tile, (*stage, jnp.int32(0)))[:2]
+
+    def _multiply_steps(
+        self, product: Product, begin: Array, stop: Array, count: Array, ring: Sequence[Array], is_first: bool
+    ) -> tuple[Array, Array, Array]:
+        """Steps ``begin`` to ``stop`` of a tile: where the ring is then, and the sums."""
+        config = self.config
         tokens_at = config.tile_blocks * config.step_blocks * BLOCK_WORDS * 4
         zeros = plgpu.layout_cast(jnp.zeros((BLOCK_ROWS * config.warpgroup_blocks, TOKENS)), steps.ACCUMULATOR)
 
-        def step(s: Array, carry: tuple) -> tuple:
-            stage, parity, unit, tile, k, count, sums = carry
-            is_new = (s == start) | ((tile == 0) & (k == 0))
-            count = lax.cond(is_new, lambda: self._begin_unit(unit, is_first), lambda: count)
+        def step(k: Array, carry: tuple) -> tuple:
+            stage, parity, sums = carry
             warps.wait_barrier(self.barriers, stage, parity)
             sums = steps.multiply_step(
                 self.ring,
@@ -263,47 +199,23 @@ class _Block:
                 stage * self.stage_bytes + tokens_at if is_first else k * (2 * config.step_columns),
                 count,
                 step_blocks=config.step_blocks,
+                warpgroup_blocks=config.warpgroup_blocks,
                 tile_blocks=config.tile_blocks,
                 group=product.group,
                 stride=steps.token_stride(config.step_columns if is_first else product.num_columns),
                 has_exact_weights=config.has_exact_weights,
-                **blocks,
             )
             warps.arrive_warp(self.barriers, stage + self.num_stages)
-
-            ends = k + 1 == product.num_steps
-            # The tile began in an earlier block's span if this span's first step is not the tile's.
-            is_later = s - k < start
-            must_store = ends | (s + 1 == end)
-            if is_first:
-                must_store = (ends & is_later) | ((k + 1 < product.num_steps) & (s + 1 == end))
-
-                @pl.when(ends & (s - k >= start))
-                def _() -> None:
-                    feature = tile * (config.tile_rows // 2)
-                    features = {"num_features": self.num_features}
-                    steps.store_hidden(sums, hidden, self.pairs, unit, feature, self.warpgroup, **features, **blocks)
-                    self._signal(self._is_ready(unit))
-
-            @pl.when(must_store)
-            def _() -> None:
-                where = (unit, tile, self.index, is_later.astype(_INT), self.warpgroup)
-                tile_blocks = {"tile_blocks": config.tile_blocks}
-                steps.store_sums(sums, sums_ref, parts_ref, self.pairs, *where, **tile_blocks, **blocks)
-
-            if is_first:
-
-                @pl.when((k + 1 < product.num_steps) & (s + 1 == end))
-                def _() -> None:
-                    self._signal(self._has_parts(unit, tile))
-
-            sums = sums * jnp.where(ends, 0.0, 1.0)
             is_last = stage + 1 == self.num_stages
-            ring = (jnp.where(is_last, 0, stage + 1), jnp.where(is_last, 1 - parity, parity))
-            return (*ring, *product.advance(unit, tile, k), count, sums)
+            return jnp.where(is_last, 0, stage + 1), jnp.where(is_last, 1 - parity, parity), sums
 
-        carry = (*stage, *product.position(start), jnp.int32(0), zeros)
-        return lax.fori_loop(start, end, step, carry)[:2]
+        return lax.fori_loop(begin, stop, step, (*ring, zeros))
+
+    def _store_hidden(self, sums: Array, hidden: Any, unit: Array, tile: Array) -> None:
+        feature = tile * (self.config.tile_rows // 2)
+        blocks = {"num_features": self.num_features, "warpgroup_blocks": self.config.warpgroup_blocks}
+        steps.store_hidden(sums, hidden, self.pairs, unit, feature, self.warpgroup, **blocks)
+        self.semaphores.signal(self._is_ready(unit))
 
     def _begin_unit(self, unit: Array, is_first: bool) -> Array:
         """Number of the unit's tokens; for the second product their hidden rows are put into shared memory."""
@@ -311,7 +223,7 @@ class _Block:
         if not is_first:
             threads = self.config.num_threads
             gate_up, down = self.products
-            self._await(self._is_ready(unit), jnp.int32(gate_up.num_tiles))
+            self.semaphores.wait(self._is_ready(unit), jnp.int32(gate_up.num_tiles))
             steps.load_hidden(
                 self.outputs[2],
                 self.hidden_s,
@@ -336,7 +248,7 @@ class _Block:
         @pl.when((k > 0) & (start - k + product.num_steps <= end))
         def _() -> None:
             owners = product.owner(self.num_units, start - k), self.index
-            self._await(self._has_parts(unit, tile), owners[1] - owners[0])
+            self.semaphores.wait(self._has_parts(unit, tile), owners[1] - owners[0])
             count = self.units[unit] & 15
 
             def combine(turn: Array, carry: Array) -> Array:
@@ -357,29 +269,34 @@ class _Block:
 
             turns = (count - self.warpgroup + self.config.warpgroups - 1) // self.config.warpgroups
             lax.fori_loop(0, turns, combine, 0)
-            self._signal(self._is_ready(unit))
+            self.semaphores.signal(self._is_ready(unit))
 
-    def _add_up(self) -> None:
-        """Sums over tokens' experts: a warpgroup a token and tile, in turns."""
+    def _find_sources(self, task: Array) -> tuple[list[Array], list[Array], list[tuple[Array, Array]]]:
+        """Of a token's tile: the router's weights, places, first and last blocks of its pairs."""
+        product, router_weight = self.products[1], self.inputs[3]
+        num_tokens, per_token = router_weight.shape
+        token, tile = jnp.minimum(task // product.num_tiles, num_tokens - 1), lax.rem(task, product.num_tiles)
+        weights = [router_weight[token, x] for x in range(per_token)]
+        places = [self.places[token * per_token + x] for x in range(per_token)]
+        owners = []
+        for place in places:
+            first, last = product.owners(self.num_units, jnp.maximum(place, 0) // TOKENS, tile)
+            owners.append((first, jnp.where(place < 0, first, last)))
+        return weights, places, owners
+
+    def _add_up(self, task: Array, sources: tuple) -> None:
+        """Sums over tokens' experts: a warpgroup a token and tile, in turns; whence the first are taken is known."""
         product, rows = self.products[1], self.config.tile_rows
         out, _, _, sums_ref, _, parts_ref = self.outputs
-        router_weight = self.inputs[3]
-        num_tokens, per_token = router_weight.shape
+        num_tokens, per_token = self.inputs[3].shape
         layout = plgpu.Layout.WG_STRIDED((rows,), vec_size=rows // 128)
-        me = self.index * self.config.warpgroups + self.warpgroup
         everyone = self.config.num_blocks * self.config.warpgroups
 
-        def add_up(turn: Array, carry: Array) -> Array:
-            task = me + turn * everyone
-            token, tile = task // product.num_tiles, lax.rem(task, product.num_tiles)
-            pairs = [token * per_token + x for x in range(per_token)]
-            places = [self.places[pair] for pair in pairs]
-            weights = [router_weight[token, x] for x in range(per_token)]
-            values = [plgpu.load(sums_ref.at[pair, tile], layout=layout) for pair in pairs]
-            owners = []
-            for place in places:
-                first, last = product.owners(self.num_units, jnp.maximum(place, 0) // TOKENS, tile)
-                owners.append((first, jnp.where(place < 0, first, last)))
+        def add_up(turn: Array, sources: tuple) -> tuple:
+            current = task + turn * everyone
+            token, tile = current // product.num_tiles, lax.rem(current, product.num_tiles)
+            weights, places, owners = sources
+            values = [plgpu.load(sums_ref.at[token * per_token + x, tile], layout=layout) for x in range(per_token)]
 
             def load(x: int, block: Array) -> Array:
                 return plgpu.load(parts_ref.at[block, lax.rem(jnp.maximum(places[x], 0), TOKENS)], layout=layout)
@@ -389,9 +306,9 @@ class _Block:
                 # What a place outside of all units holds is undefined.
                 total = total + jnp.where(place < 0, 0.0, value * weight)
             out[token, pl.ds(tile * rows, rows)] = total.astype(jnp.bfloat16)
-            return carry
+            return self._find_sources(current + everyone)
 
-        lax.fori_loop(0, (num_tokens * product.num_tiles - me + everyone - 1) // everyone, add_up, 0)
+        lax.fori_loop(0, (num_tokens * product.num_tiles - task + everyone - 1) // everyone, add_up, sources)
 
 
 def _add_parts(
@@ -432,7 +349,7 @@ def int4_moe_kernel(
     tables = (P + 1, TOKENS * P, P)
     stage_bytes = steps.stage_bytes(config.tile_blocks, config.step_blocks)
     free_bytes = config.shared_bytes - 2 * TOKENS * hidden_stride - 4 * sum(tables)
-    num_stages = min(_MAX_STAGES, free_bytes // stage_bytes)
+    num_stages = min(config.max_stages, free_bytes // stage_bytes)
     if num_stages < 2 or num_stages * stage_bytes < 4 * scratch_words(P, E):
         raise NotImplementedError(
             f"{T} tokens of {X} experts, {E} experts and width {num_features} need more than {config.shared_bytes} bytes "
@@ -442,15 +359,18 @@ def int4_moe_kernel(
     def body(x, expert, gate_up, down, weight, *refs) -> None:
         outputs, (ring, barriers, hidden_s, units, pairs, places) = refs[:6], refs[6:]
         fetching = 1 if config.has_bulk_copies else 32
+        index = lax.axis_index("block")
+        threads = config.num_threads + 128
+        num_semaphores = 1 + P * (1 + gate_up_product.num_tiles)
+        semaphores = warps.open_semaphores(num_semaphores, index, config.num_blocks, threads, config.num_threads)
         arrivals = [fetching] * num_stages + [_WARPS * config.warpgroups] * num_stages
         warps.init_barriers(barriers, arrivals)
-        threads = config.num_threads + 128
         build_schedule(expert, units, pairs, places, ring, num_pairs=P, num_experts=E, num_threads=threads)
         warpgroup = lax.axis_index("warpgroup")
         block = _Block(
             config,
             num_features,
-            lax.axis_index("block"),
+            index,
             warpgroup,
             units[P],
             (x, gate_up, down, weight),
@@ -461,7 +381,7 @@ def int4_moe_kernel(
             units,
             pairs,
             places,
-            pl.get_global(plgpu.SemaphoreType.REGULAR((1 + P * (1 + gate_up_product.num_tiles),))),
+            semaphores,
         )
         pl.when(warpgroup == config.warpgroups)(block.fetch)
         pl.when(warpgroup < config.warpgroups)(block.compute)

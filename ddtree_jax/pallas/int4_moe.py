@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int32
 
-from ddtree_jax.pallas import int4_kernel
+from ddtree_jax.pallas import int4_kernel, int4_spans
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, pack_down, pack_gate_up, split_halves, unpack_blocks
 from ddtree_jax.quant import dequantize, round_products
 
 MAX_TOKENS = 64
 FEW_TOKENS = 2
 """Up to so many, blocks have so few steps that halved ones are shared out more evenly."""
+MANY_TOKENS = 32
+"""From so many on there is so much to write and to add up between the products that more warps are faster."""
 
 
 class ExpertWeights(NamedTuple):
@@ -69,8 +71,16 @@ def int4_moe(
     return lax.platform_dependent(x_TD, expert_TX, weight_TX, *experts, cuda=kernel, default=reference)
 
 
-def choose_config(x_TD: Float[Array, "T D"], experts: ExpertBlocks) -> int4_kernel.Config:
-    """Tuning for the device that is there, Hopper's where there is none.
+def device_config(capability: int, num_blocks: int) -> int4_spans.Config:
+    """Tuning for a device of the compute capability ``capability``.x with ``num_blocks`` multiprocessors."""
+    base = {8: int4_spans.AMPERE, 9: int4_spans.HOPPER}.get(capability, int4_spans.SMALL)
+    return dataclasses.replace(base, num_blocks=num_blocks)
+
+
+def choose_config(
+    x_TD: Float[Array, "T D"], experts: ExpertBlocks, config: int4_spans.Config | None = None
+) -> int4_spans.Config:
+    """Tuning for this input, from ``config`` or that of the device that is there, Hopper's where there is none.
 
     Raises:
       NotImplementedError: the kernel does not take this input. It is named.
@@ -82,20 +92,19 @@ def choose_config(x_TD: Float[Array, "T D"], experts: ExpertBlocks) -> int4_kern
         raise NotImplementedError(
             f"x is {x_TD.shape[1]} wide; blocks of {columns} columns take multiples of 32 in them"
         )
-    config = int4_kernel.HOPPER
-    if jax.default_backend() == "gpu":
-        device = jax.devices()[0]
-        major = int(device.compute_capability.split(".")[0])
-        base = {8: int4_kernel.AMPERE, 9: int4_kernel.HOPPER}.get(major, int4_kernel.SMALL)
-        config = dataclasses.replace(base, num_blocks=device.core_count)
+    if config is None:
+        config = int4_spans.HOPPER
+        if jax.default_backend() == "gpu":
+            device = jax.devices()[0]
+            config = device_config(int(device.compute_capability.split(".")[0]), device.core_count)
     is_odd = any(blocks.shape[2] % config.step_blocks for blocks in experts)
     if is_odd or x_TD.shape[0] <= FEW_TOKENS:
         config = dataclasses.replace(config, step_columns=BLOCK_COLUMNS)
+    if x_TD.shape[0] >= MANY_TOKENS:
+        config = dataclasses.replace(config, warpgroups=4)
     for blocks in experts:
-        if config.warpgroup_blocks % blocks.shape[3] and blocks.shape[3] != config.tile_blocks:
-            raise NotImplementedError(
-                f"groups of {blocks.shape[3]}; {config.tile_blocks} or a divisor of {config.warpgroup_blocks} is needed"
-            )
+        if config.tile_blocks % blocks.shape[3]:
+            raise NotImplementedError(f"groups of {blocks.shape[3]}; a divisor of {config.tile_blocks} is needed")
     return config
 
 
@@ -104,7 +113,7 @@ def int4_moe_gpu(
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
     experts: ExpertBlocks,
-    config: int4_kernel.Config,
+    config: int4_spans.Config,
 ) -> Float[Array, "T D"]:
     """`int4_moe` on the kernel alone; more than 64 tokens go in turns of 64."""
     T, D = x_TD.shape

@@ -1,7 +1,7 @@
 """Which expert's weights meet which tokens: the schedule of the INT4 kernel, made by every block for itself.
 
 A pair is one token at one of its experts, pair ``t * X + x``. A unit is an expert and up to 8 of its pairs; a pair's place
-is ``8 * unit + n``. Units stand in the order of experts, an expert's pairs in the order of tokens. Pairs whose expert is not
+is ``8 * unit + n``. Units stand in the order of experts. Pairs whose expert is not
 among the local ones (another shard's, or a padding row's) are in no unit and cost nothing.
 """
 
@@ -19,7 +19,7 @@ _LANES = 32
 
 def scratch_words(num_pairs: int, num_experts: int) -> int:
     """Words of shared memory that `build_schedule` works in."""
-    return 2 * _whole(num_pairs) + 2 * _whole(num_experts)
+    return 2 * _whole(num_experts) + _whole(num_pairs)
 
 
 def _whole(size: int) -> int:
@@ -40,76 +40,50 @@ def build_schedule(
     """Fills the tables in shared memory; all threads of the block take part and wait for each other.
 
     ``units`` [P + 1]: 16 * expert + number of its pairs; last the number of units. ``pairs`` [8 P]: the units' pairs, -1
-    behind them. ``places`` [P]: -1 for no unit. A warp ranks 32 pairs at a time; the rest is done by all threads.
+    behind them. ``places`` [P]: -1 for no unit.
     """
 
     @w.inline(5, 0)
     def call(expert_g, units, pairs, places, scratch) -> None:
         thread = w.thread()
-        lane = arith.andi(thread, w.i32(_LANES - 1))
-        expert_s = w.pointer(scratch)
-        rank_s = w.at(expert_s, w.i32(4 * _whole(num_pairs)), w.SHARED)
-        count_s = w.at(rank_s, w.i32(4 * _whole(num_pairs)), w.SHARED)
+        count_s = w.pointer(scratch)
         first_s = w.at(count_s, w.i32(4 * _whole(num_experts)), w.SHARED)
+        expert_s = w.at(first_s, w.i32(4 * _whole(num_experts)), w.SHARED)
+        indices = [arith.addi(thread, w.i32(start)) for start in range(0, num_pairs, num_threads)]
 
-        def strided(size: int, function: Any) -> None:
-            """Calls ``function(index, is_inside)`` for all indices below ``size``, spread over the threads."""
-            for turn in range(-(-size // num_threads)):
-                index = arith.addi(thread, w.i32(turn * num_threads))
-                function(index, _less(index, size))
-
-        def read_expert(index: ir.Value, is_inside: ir.Value) -> None:
-            inside = arith.minsi(index, w.i32(num_pairs - 1))
-            expert = llvm.load(w.i32(), w.at(w.gmem(expert_g), w.wide(w.scaled(inside, 4)), w.GLOBAL))
-            is_local = arith.andi(
-                _less(index, num_pairs), arith.cmpi(arith.CmpIPredicate.ult, expert, w.i32(num_experts))
-            )
-            with mgpu.utils.when(is_inside):
-                llvm.store(arith.select(is_local, expert, w.i32(-1)), _word(expert_s, index))
-
-        def fill(pointer: ir.Value, value: int) -> Any:
-            def store(index: ir.Value, is_inside: ir.Value) -> None:
-                with mgpu.utils.when(is_inside):
+        def fill(pointer: ir.Value, size: int, value: int) -> None:
+            for start in range(0, size, num_threads):
+                index = arith.addi(thread, w.i32(start))
+                with mgpu.utils.when(_less(index, size)):
                     llvm.store(w.i32(value), _word(pointer, index))
 
-            return store
-
-        strided(_whole(num_pairs), read_expert)
-        strided(_whole(num_experts), fill(count_s, 0))
-        strided(TOKENS * num_pairs, fill(w.pointer(pairs), -1))
+        experts = [_read_expert(expert_g, index, num_pairs, num_experts) for index in indices]
+        for index, expert in zip(indices, experts, strict=True):
+            with mgpu.utils.when(_less(index, num_pairs)):
+                llvm.store(expert, _word(expert_s, index))
+        fill(count_s, _whole(num_experts), 0)
+        fill(w.pointer(pairs), TOKENS * num_pairs, -1)
         gpu.barrier()
-
+        ranks = [_count_up(count_s, expert) for expert in experts]
+        gpu.barrier()
         with mgpu.utils.when(_less(thread, _LANES)):
-
-            @mgpu.utils.fori(w.i32(_whole(num_pairs) // _LANES), [])
-            def _(turn: ir.Value, carry: list) -> list:
-                _rank(arith.addi(w.scaled(turn, _LANES), lane), lane, expert_s, rank_s, count_s)
-                return carry
-
-            total = _first_units(lane, count_s, first_s, _whole(num_experts) // _LANES)
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, w.i32(_LANES - 1))):
+            total = _first_units(thread, count_s, first_s, _whole(num_experts) // _LANES)
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, w.i32(_LANES - 1))):
                 llvm.store(total, _word(w.pointer(units), w.i32(num_pairs)))
         gpu.barrier()
-
-        def write(index: ir.Value, is_inside: ir.Value) -> None:
-            with mgpu.utils.when(is_inside):
-                expert = llvm.load(w.i32(), _word(expert_s, index))
-                is_local = arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0))
-                known = arith.maxsi(expert, w.i32(0))
-                rank = llvm.load(w.i32(), _word(rank_s, index))
-                count = llvm.load(w.i32(), _word(count_s, known))
-                unit = arith.addi(llvm.load(w.i32(), _word(first_s, known)), arith.shrui(rank, w.i32(3)))
-                n = arith.andi(rank, w.i32(TOKENS - 1))
-                place = arith.addi(w.scaled(unit, TOKENS), n)
-                llvm.store(arith.select(is_local, place, w.i32(-1)), _word(w.pointer(places), index))
-                with mgpu.utils.when(is_local):
-                    llvm.store(index, _word(w.pointer(pairs), place))
-                    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, n, w.i32(0))):
-                        size = arith.minsi(arith.subi(count, rank), w.i32(TOKENS))
-                        entry = arith.addi(w.scaled(expert, 16), size)
-                        llvm.store(entry, _word(w.pointer(units), unit))
-
-        strided(num_pairs, write)
+        pairs_s = w.pointer(pairs)
+        for index, expert, rank in zip(indices, experts, ranks, strict=True):
+            with mgpu.utils.when(_has_one_unit(expert, count_s)):
+                place = arith.addi(w.scaled(llvm.load(w.i32(), _word(first_s, expert)), TOKENS), rank)
+                llvm.store(index, _word(pairs_s, place))
+        gpu.barrier()
+        ranks = [
+            _put_in_order(*pair, expert_s, count_s, first_s, pairs_s) for pair in zip(indices, experts, strict=True)
+        ]
+        gpu.barrier()
+        for index, expert, rank in zip(indices, experts, ranks, strict=True):
+            with mgpu.utils.when(_less(index, num_pairs)):
+                _place(index, expert, rank, count_s, first_s, *map(w.pointer, (units, pairs, places)))
         # The scratch memory becomes the ring, which the copy engine writes.
         if w.has_copy_engine():
             mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
@@ -118,26 +92,90 @@ def build_schedule(
     call(expert, units, pairs, places, scratch)
 
 
-def _rank(index: ir.Value, lane: ir.Value, expert_s: ir.Value, rank_s: ir.Value, count_s: ir.Value) -> None:
-    """Ranks a warp's 32 pairs among all up to them of the same expert, and counts them."""
-    expert = llvm.load(w.i32(), _word(expert_s, index))
-    same = mgpu.utils.inline_ptx(
-        "match.any.sync.b32 $0, $1, 0xffffffff;",
-        expert,
+def _read_expert(expert_g: ir.Value, index: ir.Value, num_pairs: int, num_experts: int) -> ir.Value:
+    """A pair's expert, -1 if it is none of ours or there is no such pair."""
+    inside = arith.minsi(index, w.i32(num_pairs - 1))
+    expert = llvm.load(w.i32(), w.at(w.gmem(expert_g), w.wide(w.scaled(inside, 4)), w.GLOBAL))
+    is_local = arith.cmpi(arith.CmpIPredicate.ult, expert, w.i32(num_experts))
+    return arith.select(arith.andi(is_local, _less(index, num_pairs)), expert, w.i32(-1))
+
+
+def _count_up(count_s: ir.Value, expert: ir.Value) -> ir.Value:
+    """How many pairs of the expert were counted before, which is left to chance."""
+    is_local = arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0))
+    return mgpu.utils.inline_ptx(
+        "atom.shared.add.u32 $0, [$1], $2;",
+        _word(count_s, arith.maxsi(expert, w.i32(0))),
+        arith.extui(w.i32(), is_local),
         result_types=w.i32(),
         has_side_effects=True,
-        convergent=True,
     )
-    before = _popcount(arith.andi(same, arith.subi(arith.shli(w.i32(1), lane), w.i32(1))))
-    count = _word(count_s, arith.maxsi(expert, w.i32(0)))
-    seen = llvm.load(w.i32(), count)
-    llvm.store(arith.addi(seen, before), _word(rank_s, index))
-    mgpu.utils.warp_barrier()
-    is_first = arith.cmpi(arith.CmpIPredicate.eq, before, w.i32(0))
+
+
+def _has_one_unit(expert: ir.Value, count_s: ir.Value) -> ir.Value:
+    """False also for an expert that is none of ours."""
+    count = llvm.load(w.i32(), _word(count_s, arith.maxsi(expert, w.i32(0))))
     is_local = arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0))
-    with mgpu.utils.when(arith.andi(is_first, is_local)):
-        llvm.store(arith.addi(seen, _popcount(same)), count)
-    mgpu.utils.warp_barrier()
+    return arith.andi(is_local, arith.cmpi(arith.CmpIPredicate.sle, count, w.i32(TOKENS)))
+
+
+def _put_in_order(
+    index: ir.Value, expert: ir.Value, expert_s: ir.Value, count_s: ir.Value, first_s: ir.Value, pairs_s: ir.Value
+) -> ir.Value:
+    """The pair's rank among its expert's, in the order of pairs: the same in all blocks, which were counted up by chance.
+
+    The only unit of an expert holds its pairs already. Those of an expert with several are looked for.
+    """
+    has_one_unit = _has_one_unit(expert, count_s)
+    is_local = arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0))
+    known = arith.maxsi(expert, w.i32(0))
+    unit = arith.select(has_one_unit, llvm.load(w.i32(), _word(first_s, known)), w.i32(0))
+    rank = w.i32(0)
+    for start in range(0, TOKENS, 4):
+        others = w.load(w.i32(), _word(pairs_s, arith.addi(w.scaled(unit, TOKENS), w.i32(start))), 4)
+        for other in others:
+            # Free places hold -1, the largest of unsigned numbers.
+            is_earlier = arith.cmpi(arith.CmpIPredicate.ult, other, index)
+            rank = arith.addi(rank, arith.extui(w.i32(), is_earlier))
+
+    has_several = arith.andi(is_local, arith.cmpi(arith.CmpIPredicate.eq, has_one_unit, _false()))
+
+    @mgpu.utils.fori(arith.select(has_several, index, w.i32(0)), [w.i32(0)])
+    def earlier(other: ir.Value, carry: list) -> list:
+        is_same = arith.cmpi(arith.CmpIPredicate.eq, llvm.load(w.i32(), _word(expert_s, other)), expert)
+        return [arith.addi(carry[0], arith.extui(w.i32(), is_same))]
+
+    return arith.select(has_several, earlier.results[0], rank)
+
+
+def _false() -> ir.Value:
+    kind = ir.IntegerType.get_signless(1)
+    return arith.constant(kind, ir.IntegerAttr.get(kind, 0))
+
+
+def _place(
+    index: ir.Value,
+    expert: ir.Value,
+    rank: ir.Value,
+    count_s: ir.Value,
+    first_s: ir.Value,
+    units: ir.Value,
+    pairs: ir.Value,
+    places: ir.Value,
+) -> None:
+    """Writes a pair's place, the pair to that place, and the unit's entry if it is the unit's first."""
+    is_local = arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0))
+    known = arith.maxsi(expert, w.i32(0))
+    count = llvm.load(w.i32(), _word(count_s, known))
+    unit = arith.addi(llvm.load(w.i32(), _word(first_s, known)), arith.shrui(rank, w.i32(3)))
+    n = arith.andi(rank, w.i32(TOKENS - 1))
+    place = arith.addi(w.scaled(unit, TOKENS), n)
+    llvm.store(arith.select(is_local, place, w.i32(-1)), _word(places, index))
+    with mgpu.utils.when(is_local):
+        llvm.store(index, _word(pairs, place))
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, n, w.i32(0))):
+            size = arith.minsi(arith.subi(count, rank), w.i32(TOKENS))
+            llvm.store(arith.addi(w.scaled(expert, 16), size), _word(units, unit))
 
 
 def _first_units(lane: ir.Value, count_s: ir.Value, first_s: ir.Value, run: int) -> ir.Value:
@@ -166,7 +204,3 @@ def _less(index: ir.Value, bound: int) -> ir.Value:
 
 def _word(pointer: ir.Value, index: ir.Value) -> ir.Value:
     return w.at(pointer, w.scaled(index, 4), w.SHARED)
-
-
-def _popcount(value: ir.Value) -> ir.Value:
-    return mgpu.utils.inline_ptx("popc.b32 $0, $1;", value, result_types=w.i32())

@@ -222,20 +222,24 @@ def _fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", a, b, c, result_types=w.f32())
 
 
-def _spread(word: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Each half of a word in both halves of one."""
-    prmt = "prmt.b32 $0, $1, $1, {};"
-    return tuple(
-        mgpu.utils.inline_ptx(prmt.format(order), word, result_types=w.i32()) for order in ("0x1010", "0x3232")
-    )
+def _scale(pair: ir.Value, scales: ir.Value, half: int) -> ir.Value:
+    """``bfloat16((pair - 136) * scale)``, twice; the scale is one half of a word.
 
-
-def _scale(pair: ir.Value, scale: ir.Value) -> ir.Value:
-    """``bfloat16((pair - 136) * scale)``, twice."""
+    Taken apart and put together this way, it is a modifier of the multiplication and no instruction.
+    """
     fma = "fma.rn.bf16x2 $0, $1, $2, $3;"
-    one, zero = w.i32(0x3F803F80), w.i32(0x80008000)
+    one = w.i32(0x3F803F80)
     integers = mgpu.utils.inline_ptx(fma, pair, one, w.i32(_BF16_MINUS_136), result_types=w.i32())
-    return mgpu.utils.inline_ptx(fma, integers, scale, zero, result_types=w.i32())
+    name = ("l", "h")[half]
+    spread = f"mov.b32 {{l, h}}, $2; mov.b32 s, {{{name}, {name}}};"
+    zero = w.i32(0x80008000)
+    return mgpu.utils.inline_ptx(
+        f"{{ .reg .b16 l, h; .reg .b32 s; {spread} fma.rn.bf16x2 $0, $1, s, $3; }}",
+        integers,
+        scales,
+        zero,
+        result_types=w.i32(),
+    )
 
 
 def _scales(word: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -273,11 +277,11 @@ def multiply_step(
         r, t = w.lane()
         lane = arith.andi(w.thread(), w.i32(31))
         block = BLOCK_WORDS * 4
-        is_inside = group > warpgroup_blocks
-        offset = w.add(
-            w.scaled(stage, stage_bytes(tile_blocks, step_blocks)),
-            w.scaled(warpgroup, warpgroup_blocks * block * (1 if is_inside else step_blocks)),
-        )
+        # Warpgroups that share a group of blocks, or have whole groups.
+        sharing = w.i32(max(1, group // warpgroup_blocks))
+        in_group = w.scaled(arith.remui(warpgroup, sharing), warpgroup_blocks)
+        groups = w.scaled(arith.divui(warpgroup, sharing), max(group, warpgroup_blocks) * step_blocks)
+        offset = w.add(w.scaled(stage, stage_bytes(tile_blocks, step_blocks)), w.scaled(w.add(in_group, groups), block))
         place = w.at(w.pointer(ring), offset, w.SHARED)
         words_at = w.at(place, w.add(w.scaled(w.warp(), 512), w.scaled(lane, 16)), w.SHARED)
         scales_at = w.at(place, w.add(w.scaled(w.warp(), 64), w.scaled(r, 8), w.i32(4 * WEIGHT_WORDS)), w.SHARED)
@@ -292,10 +296,7 @@ def multiply_step(
         offsets = [w.i32(_BF16_MINUS_136)] * 4
 
         def add_exact(total: Sequence, words: Sequence, b: Sequence, scale: ir.Value) -> Sequence:
-            low, high = _spread(scale)
-            below, above = (
-                [_scale(pair, by) for pair in _unpack(word)] for word, by in zip(words, (low, high), strict=True)
-            )
+            below, above = ([_scale(pair, scale, half) for pair in _unpack(words[half])] for half in range(2))
             total = _mma([below[0], above[0], below[1], above[1]], b[:2], total)
             return _mma([below[2], above[2], below[3], above[3]], b[2:], total)
 

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.sample_collect import bound_of
+from ddtree_jax.pallas.sample_collect import peak_and_sum
+from ddtree_jax.pallas.sample_noise import gumbel
 from ddtree_jax.pallas.simt import FLOAT, INT, UINT, WIDE
-from ddtree_jax.pallas.tree_expand_top import LOG2_E, LOWEST, column_of, key_of, logit_of, ordered
+from ddtree_jax.pallas.tree_expand_top import LOG2_E, column_of, key_of, ordered
 
 _LANES = 32
 _UNIT = float(2**31)
-_TINY = 1.1754943508222875e-38
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +56,6 @@ def draw(
     row: Any,
     depth: Any,
     temperature: Any,
-    cutoff: Any,
     top_k: Any,
     top_p: Any,
     log_min_p: Any,
@@ -78,7 +76,7 @@ def draw(
 ) -> None:
     """Writes the drawn token, or -1 where the lists do not hold what the draw needs.
 
-    Global memory: depth and out [R]; temperature, cutoff, top_k, top_p, log_min_p [B]; noise_key [B, depths, 2]; pieces'
+    Global memory: depth and out [R]; temperature, top_k, top_p, log_min_p [B]; noise_key [B, depths, 2]; pieces'
     [R, C] and lists [R, C, capacity]. Shared: kept [num_kept], keys, sums and masses [warps], count [1].
     """
     lane, zero, num_warps = t.thread() & (_LANES - 1), t.value(INT, 0), shape.num_threads // _LANES
@@ -86,15 +84,10 @@ def draw(
     with t.when(t.is_equal(t.thread(), 0)):
         t.store(count, zero, 0)
     best = _best_of_pieces(t, row, lane, shape.num_pieces, best_logit, best_token)
-    heat, peak = t.load(temperature, sequence), t.maximum(logit_of(t, best), LOWEST)
-    at = row * shape.num_pieces + t.minimum(lane, shape.num_pieces - 1)
-    part = t.load(piece_sum, at) * t.exp2((t.maximum(t.load(best_logit, at), LOWEST) - peak) / heat * LOG2_E)
-    total = simt.warp_reduce(t, t.select(lane < shape.num_pieces, part, 0.0), lambda a, b: a + b)
+    heat = t.load(temperature, sequence)
+    peak, total = peak_and_sum(t, row, shape.num_pieces, heat, best_logit, piece_sum)
     t.barrier()
-    overflows = _gather(
-        t, shape, row, heat, peak, bound_of(t, total, t.load(cutoff, sequence)),
-        piece_count, list_logit, list_token, kept_logit, kept_token, count,
-    )  # fmt: skip
+    _gather(t, shape, row, heat, peak, piece_count, list_logit, list_token, kept_logit, kept_token, count)
     t.barrier()
     found = t.load(count, zero)
     num = t.minimum(found, shape.num_kept)
@@ -155,34 +148,42 @@ def draw(
     drawn = simt.block_reduce(t, each(largest, t.value(WIDE, 0)), t.maximum, keys, num_warps)
     with t.when(t.is_equal(t.thread(), 0)):
         token = t.select(drawn > 0, column_of(t, drawn), column_of(t, best))
-        is_complete = ~(overflows | misses_mass | (found > shape.num_kept))
+        is_complete = ~misses_mass & (found <= shape.num_kept)
         t.store(out, row, t.select(is_complete, token, -1))
 
 
 def _gather(
-    t: Any, shape: Draw, row: Any, heat: Any, peak: Any, bound: Any,
-    piece_count: Any, list_logit: Any, list_token: Any, kept_logit: Any, kept_token: Any, count: Any,
-) -> Any:  # fmt: skip
-    """Lists to shared memory, as far as the row's own bound; whether a list was longer than its place."""
-    overflows = t.thread() < 0
-    for piece in range(shape.num_pieces):
-        at = row * shape.num_pieces + piece
-        num = t.load(piece_count, at)
-        overflows = overflows | (num > shape.capacity)
+    t: Any,
+    shape: Draw,
+    row: Any,
+    heat: Any,
+    peak: Any,
+    piece_count: Any,
+    list_logit: Any,
+    list_token: Any,
+    kept_logit: Any,
+    kept_token: Any,
+    count: Any,
+) -> None:
+    """Lists to shared memory, a warp a list at a time. A list that was too short counts as more than fits."""
+    warp, lane, num_warps = t.thread() >> 5, t.thread() & (_LANES - 1), shape.num_threads // _LANES
+    for turn in range(-(-shape.num_pieces // num_warps)):
+        piece = warp + turn * num_warps
+        at = row * shape.num_pieces + t.minimum(piece, shape.num_pieces - 1)
+        num = t.select(piece < shape.num_pieces, t.load(piece_count, at), 0)
+        with t.when((num > shape.capacity) & t.is_equal(lane, 0)):
+            t.atomic_add(count, t.value(INT, 0), t.value(INT, shape.num_kept + 1))
         num = t.minimum(num, shape.capacity)
 
         def fetch(i: Any, at: Any = at, num: Any = num) -> None:
-            place = t.thread() + i * shape.num_threads
-            inside = at * shape.capacity + t.maximum(t.minimum(place, num - 1), 0)
-            y = (t.load(list_logit, inside) - peak) / heat
-            may_be_drawn = (place < num) & (y >= bound)
-            to = simt.append(t, may_be_drawn, count)
-            with t.when(may_be_drawn & (to < shape.num_kept)):
-                t.store(kept_logit, to, y)
+            place = lane + i * _LANES
+            inside = at * shape.capacity + t.minimum(place, num - 1)
+            to = simt.append(t, place < num, count)
+            with t.when((place < num) & (to < shape.num_kept)):
+                t.store(kept_logit, to, (t.load(list_logit, inside) - peak) / heat)
                 t.store(kept_token, to, t.load(list_token, inside))
 
-        t.loop(t.divide(num + (shape.num_threads - 1), shape.num_threads), fetch)
-    return overflows
+        t.loop((num + (_LANES - 1)) >> 5, fetch)
 
 
 def _block_sum(t: Any, value: Any, scratch: Any, num_warps: int) -> Any:
@@ -207,22 +208,3 @@ def _first_order(t: Any, holds: Callable) -> Any:
         return [t.select(is_above, low, middle + 1), t.select(is_above, middle, high)]
 
     return t.loop(32, halve, [t.value(UINT, 0), t.value(UINT, 2**32 - 1)])[1]
-
-
-def gumbel(t: Any, key: tuple[Any, Any], index: Any) -> Any:
-    """Element ``index`` of ``jax.random.gumbel`` with a threefry key."""
-    first, second = threefry(t, key, t.value(UINT, 0), t.bits(index, UINT))
-    unit = t.bits(((first ^ second) >> 9) | 0x3F800000, FLOAT) - 1.0
-    return t.value(FLOAT, 0.0) - t.log(t.value(FLOAT, 0.0) - t.log(t.maximum(unit + _TINY, _TINY)))
-
-
-def threefry(t: Any, key: tuple[Any, Any], x: Any, y: Any) -> tuple[Any, Any]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., 2011)."""
-    keys = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
-    x, y = x + keys[0], y + keys[1]
-    for group in range(5):
-        for rotation in _ROTATIONS[group % 2]:
-            x = x + y
-            y = ((y << rotation) | (y >> (32 - rotation))) ^ x
-        x, y = x + keys[(group + 1) % 3], y + keys[(group + 2) % 3] + (group + 1)
-    return x, y

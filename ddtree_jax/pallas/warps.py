@@ -7,6 +7,7 @@ under `inline`, which run in all threads of a warpgroup. Lane l of a warp is (r,
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -201,45 +202,115 @@ def sync_threads(num_threads: int) -> None:
     inline(0, 0)(functools.partial(_sync_threads, num_threads))()
 
 
-def signal(semaphores: Any, index: jax.Array, num_threads: int) -> None:
-    """Counts one up, after what all ``num_threads`` computing threads of the block have written can be seen by all."""
-
-    @inline(1, 1)
-    def call(ref: ir.Value, index: ir.Value) -> None:
-        _sync_threads(num_threads)
-        with mgpu.utils.when(_is_thread_0()):
-            mgpu.utils.inline_ptx(
-                "red.release.gpu.global.add.u32 [$0], $1;", _semaphore(ref, index), i32(1), has_side_effects=True
+def _words(num_words: int) -> ir.Value:
+    """Pointer to words of device memory that belong to the kernel's module: zero when it is loaded, then as left behind."""
+    name = "semaphores"
+    module = ir.InsertionPoint.current.block.owner
+    while module.operation.name != "builtin.module":
+        module = module.operation.parent
+    block = module.operation.regions[0].blocks[0]
+    names = {op.attributes["sym_name"].value for op in block.operations if "sym_name" in op.attributes}
+    if name not in names:
+        with ir.InsertionPoint.at_block_begin(block):
+            llvm.GlobalOp(
+                llvm.ArrayType.get(i32(), num_words),
+                name,
+                ir.Attribute.parse("#llvm.linkage<internal>"),
+                addr_space=ir.IntegerAttr.get(i32(), GLOBAL),
+                value=ir.Attribute.parse(f"dense<0> : tensor<{num_words}xi32>"),
             )
+    return llvm.AddressOfOp(llvm.PointerType.get(GLOBAL), ir.FlatSymbolRefAttr.get(name)).result
 
-    call(semaphores, index)
+
+@dataclass(frozen=True, slots=True)
+class Semaphores:
+    """``size`` counters that are zero at every launch, though nothing fills them before it.
+
+    They lie in the kernel's module. Launches, which never overlap, take one of two sets in turn: ``launch`` counts them. A
+    launch clears the other set, for the next.
+    """
+
+    size: int
+    num_threads: int
+    launch: jax.Array
+
+    @property
+    def num_words(self) -> int:
+        """The number of launches, then both sets."""
+        return 1 + 2 * self.size
+
+    def _place(self, index: jax.Array) -> jax.Array:
+        return 1 + (self.launch & 1) * self.size + index
+
+    def signal(self, index: jax.Array) -> None:
+        """Counts one up, after what all ``num_threads`` computing threads of the block have written can be seen by all."""
+
+        @inline(0, 1)
+        def call(place: ir.Value) -> None:
+            _sync_threads(self.num_threads)
+            with mgpu.utils.when(_is_thread_0()):
+                to = _word(_words(self.num_words), place)
+                mgpu.utils.inline_ptx("red.release.gpu.global.add.u32 [$0], $1;", to, i32(1), has_side_effects=True)
+
+        call(self._place(index))
+
+    def wait(self, index: jax.Array, count: jax.Array) -> None:
+        """All ``num_threads`` computing threads of the block wait until a semaphore has been counted up to ``count``."""
+
+        @inline(0, 2)
+        def call(place: ir.Value, count: ir.Value) -> None:
+            with mgpu.utils.when(_is_thread_0()):
+                _spin(_word(_words(self.num_words), place), count)
+            _sync_threads(self.num_threads)
+
+        call(self._place(index), count)
+
+    def close(self) -> None:
+        """Gives the next launch the other set; one block does that, when all blocks have begun."""
+
+        @inline(0, 1)
+        def call(launch: ir.Value) -> None:
+            with mgpu.utils.when(_is_thread_0()):
+                llvm.store(arith.addi(launch, i32(1)), _words(self.num_words))
+
+        call(self.launch)
 
 
-def await_count(semaphores: Any, index: jax.Array, count: jax.Array, num_threads: int) -> None:
-    """All ``num_threads`` computing threads of the block wait until a semaphore has been counted up to ``count``."""
+def open_semaphores(size: int, block: jax.Array, num_blocks: int, num_threads: int, num_computing: int) -> Semaphores:
+    """All ``num_threads`` threads of all blocks call this; `Semaphores` says who of them may signal and wait."""
+    num_words = 1 + 2 * size
 
-    @inline(1, 2)
-    def call(ref: ir.Value, index: ir.Value, count: ir.Value) -> None:
-        with mgpu.utils.when(_is_thread_0()):
-            loop = scf.WhileOp([], [])
-            with ir.InsertionPoint(loop.before.blocks.append()):
-                seen = mgpu.utils.inline_ptx(
-                    "ld.acquire.gpu.global.b32 $0, [$1];",
-                    _semaphore(ref, index),
-                    result_types=i32(),
-                    has_side_effects=True,
-                )
-                scf.condition(arith.cmpi(arith.CmpIPredicate.slt, seen, count), [])
-            with ir.InsertionPoint(loop.after.blocks.append()):
-                scf.yield_([])
-        _sync_threads(num_threads)
+    @inline(0, 1, (), plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def call(block: ir.Value) -> mgpu.FragmentedArray:
+        words = _words(num_words)
+        launch = mgpu.utils.inline_ptx(
+            "ld.relaxed.gpu.global.b32 $0, [$1];", words, result_types=i32(), has_side_effects=True
+        )
+        other = arith.muli(arith.andi(arith.addi(launch, i32(1)), i32(1)), i32(size))
+        own = add(scaled(block, num_threads), thread())
+        for start in range(0, size, num_blocks * num_threads):
+            index = arith.addi(own, i32(start))
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, index, i32(size))):
+                llvm.store(i32(0), _word(words, add(index, other, i32(1))))
+        return mgpu.FragmentedArray.splat(launch, (), is_signed=True)
 
-    call(semaphores, index, count)
+    return Semaphores(size, num_computing, call(block))
+
+
+def _spin(semaphore: ir.Value, count: ir.Value) -> None:
+    loop = scf.WhileOp([], [])
+    with ir.InsertionPoint(loop.before.blocks.append()):
+        seen = mgpu.utils.inline_ptx(
+            "ld.acquire.gpu.global.b32 $0, [$1];", semaphore, result_types=i32(), has_side_effects=True
+        )
+        scf.condition(arith.cmpi(arith.CmpIPredicate.slt, seen, count), [])
+    with ir.InsertionPoint(loop.after.blocks.append()):
+        scf.yield_([])
 
 
 def _is_thread_0() -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.eq, thread(), i32(0))
 
 
-def _semaphore(ref: ir.Value, index: ir.Value) -> ir.Value:
-    return at(gmem(ref), wide(scaled(index, 4)), GLOBAL)
+def _word(words: ir.Value, index: ir.Value) -> ir.Value:
+    return at(words, wide(scaled(index, 4)), GLOBAL)

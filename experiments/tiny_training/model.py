@@ -128,7 +128,7 @@ class TrainableKimi(kimi.Kimi):
         attention: type[kimi.Attention] = ExpandedAttention,
     ):
         Layer.__init__(self, config, {**arrays["embed"], **arrays["head"]})
-        self.capture = capture
+        self.capture, self.mesh = capture, None
         self.blocks = nnx.List(
             TrainableBlock(config, layer, arrays[f"layer_{layer}"], attention)
             for layer in range(config.num_hidden_layers)

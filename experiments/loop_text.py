@@ -1,0 +1,147 @@
+"""What the text of a compiled program says about the decoding loop: kernels a stage, collectives, copies of what it carries.
+
+A copy is an instruction that reads a weight or a cache, which the loop carries, and writes at least `LARGE` bytes without a
+product, sum or update of rows: a copy, or a fusion of moves and elementwise steps.
+"""
+
+import collections
+import math
+import re
+from typing import NamedTuple
+
+LARGE = 1 << 20
+STAGES = ("draft", "expand", "verify", "accept", "commit")
+COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s64": 64, "u64": 64, "f64": 64}
+_WORK = set("dot convolution reduce reduce-window scatter dynamic-update-slice sort custom-call".split()) | COLLECTIVES
+_CONTROL = {"while", "conditional", "call"}
+_NO_KERNEL = set("parameter constant bitcast get-tuple-element tuple after-all".split())
+_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+
+
+class Instruction(NamedTuple):
+    """One instruction: its bytes are those of all arrays that it gives, ``called`` the computations that it names."""
+
+    name: str
+    opcode: str
+    shape: str
+    num_bytes: int
+    operands: list[str]
+    called: list[str]
+    stage: str
+
+
+class LoopReport(NamedTuple):
+    """Kernels and collectives of one round, by stage; branches of conditions are counted once each. Copies as text."""
+
+    kernels: dict[str, int]
+    collectives: dict[str, int]
+    copies: list[str]
+
+
+def read_loop(text: str) -> LoopReport:
+    """Reads the outermost loop of a program's text (``compiled.as_text()``)."""
+    computations = parse(text)
+    body = _outermost_body(computations)
+    kernels, collectives = collections.Counter(), collections.Counter()
+    for instruction in _reachable(computations, body):
+        opcode = instruction.opcode.removesuffix("-start")
+        inside = _inside(computations, instruction) if opcode == "fusion" else {opcode}
+        if collective := inside & COLLECTIVES:
+            collectives[f"{instruction.stage} {min(collective)}"] += 1
+        elif opcode not in _NO_KERNEL | _CONTROL and not opcode.endswith("-done"):
+            kernels[instruction.stage] += 1
+    return LoopReport(dict(kernels), dict(collectives), list(_copies(computations, body)))
+
+
+def parse(text: str) -> dict[str, list[Instruction]]:
+    """Instructions of every computation."""
+    computations: dict[str, list[Instruction]] = {}
+    current: list[Instruction] = []
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            current = computations.setdefault(head[1], [])
+        elif found := _INSTRUCTION.match(line):
+            name, shape, opcode, rest = found.groups()
+            stage = re.search(r'op_name="[^"]*?while/body/(\w+)', rest)
+            current.append(
+                Instruction(
+                    name=name,
+                    opcode=opcode,
+                    shape=shape,
+                    num_bytes=sum(map(_num_bytes, _ARRAY.findall(shape))),
+                    operands=re.findall(r"%([\w.\-]+)", rest.split("), ")[0]),
+                    called=_called(rest),
+                    stage=stage[1] if stage and stage[1] in STAGES else "other",
+                )
+            )
+    return computations
+
+
+def _num_bytes(array: tuple[str, str]) -> int:
+    dtype, sizes = array
+    return _BITS.get(dtype, 32) * math.prod(map(int, filter(None, sizes.split(",")))) // 8
+
+
+def _called(rest: str) -> list[str]:
+    named = re.findall(
+        r"(?:calls|body|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)", rest
+    )
+    return [name.strip(" %") for group in named for name in group.strip("{}").split(",")]
+
+
+def _outermost_body(computations: dict[str, list[Instruction]]) -> str:
+    """The body of the loop that lies in no other loop's body."""
+    loops = [
+        instruction
+        for instructions in computations.values()
+        for instruction in instructions
+        if instruction.opcode == "while"
+    ]
+    bodies = {loop.called[0] for loop in loops}
+    inner = {
+        called
+        for body in bodies
+        for instruction in _reachable(computations, body)
+        if instruction.opcode == "while"
+        for called in instruction.called
+    }
+    (outermost,) = bodies - inner
+    return outermost
+
+
+def _reachable(computations: dict[str, list[Instruction]], start: str) -> list[Instruction]:
+    """Instructions that a computation runs as steps of their own: not those inside fusions and reductions."""
+    found, waiting, seen = [], [start], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for instruction in computations.get(name, []):
+            found.append(instruction)
+            if instruction.opcode in _CONTROL:
+                waiting += instruction.called
+    return found
+
+
+def _inside(computations: dict[str, list[Instruction]], fusion: Instruction) -> set[str]:
+    return {inner.opcode for called in fusion.called for inner in computations[called]}
+
+
+def _copies(computations: dict[str, list[Instruction]], body: str) -> list[str]:
+    (state,) = (one.name for one in computations[body] if one.opcode == "parameter")
+    carried, found = set(), []
+    for one in computations[body]:
+        inside = _inside(computations, one) if one.opcode == "fusion" else {one.opcode}
+        reads_carried = bool(carried & set(one.operands))
+        if (one.opcode == "get-tuple-element" and one.operands == [state]) or (
+            one.opcode == "bitcast" and reads_carried
+        ):
+            carried.add(one.name)
+        elif reads_carried and one.num_bytes >= LARGE and not inside & _WORK and one.opcode not in _NO_KERNEL:
+            found.append(f"{one.stage}: {one.opcode} {one.name} {one.shape.split('{')[0]}")
+    return found

@@ -1,0 +1,71 @@
+"""What is said of a compiled loop, and the program that it is said of: the engine's loop over weights that are shapes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from ddtree_jax import DecodeConfig
+from ddtree_jax.sharding import make_mesh
+from experiments import loop_text
+from experiments.compile_report import abstract_engine, read_configs
+
+TINY = Path(__file__).parents[1] / "experiments" / "tiny_kimi"
+
+
+def compiled_loop(step: Callable) -> str:
+    """Text of a loop whose state is a cache of 4 MiB, a weight of 1 MiB and a row."""
+
+    def run(cache, weight, row):
+        return jax.lax.while_loop(
+            lambda state: jnp.sum(state[2]) < 1e9, lambda state: step(*state), (cache, weight, row)
+        )
+
+    shapes = (2048, 512), (512, 512), (8, 512)
+    return jax.jit(run).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile().as_text()
+
+
+def work(cache, weight, row):
+    """A product with the weight and one with the cache; the cache gets a row, in place."""
+    with jax.named_scope("verify"):
+        row = row @ weight + (row @ cache.T) @ cache
+    return jax.lax.dynamic_update_slice(cache, row[:1], (7, 0)), weight, row
+
+
+def test_work_is_no_copy():
+    report = loop_text.read_loop(compiled_loop(work))
+    assert report.copies == []
+    assert report.kernels["verify"] >= 3
+    assert report.collectives == {}
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda cache, weight, row: (jnp.where(jnp.isnan(cache), 0, cache), weight, row),
+        lambda cache, weight, row: (cache[::-1], weight, row),
+        lambda cache, weight, row: (cache, weight.T, row),
+    ],
+    ids=["elementwise", "reversed", "transposed"],
+)
+def test_copies_of_what_the_loop_carries_are_found(copy):
+    def step(cache, weight, row):
+        cache, weight, row = copy(cache, weight, row)
+        return work(cache, weight, row)
+
+    assert loop_text.read_loop(compiled_loop(step)).copies
+
+
+@pytest.mark.parametrize("mesh", ["tensor=1", "tensor=8", "expert=8"])
+def test_whole_loop_goes_through_both_kernels(monkeypatch, mesh):
+    """On every mesh; lowered, which needs no GPU."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    configs = read_configs(TINY / "target" / "config.json", TINY / "drafter" / "config.json", 2)
+    engine = abstract_engine(*configs, make_mesh(mesh), 256)
+    traced = engine.trace_rounds(DecodeConfig(mode="ddtree", budget=3), 2)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in ("int4_moe", "tree_mla", "tree_mla_combine"):
+        assert f"{kernel}_mosaic_gpu" in text
