@@ -1,7 +1,8 @@
 """Which Hugging Face tensor becomes which part of which array: the converter's only place with their names.
 
 Linear weights are published as [out, in] and kept as [in, out], with heads as axes of their own. Packed experts stay
-[out, in / 8], as the kernels read them; an expert's gate and up projection lie one behind the other. ::
+[out, in / 8], an expert's gate and up projection one behind the other; where they are stored in blocks, `slabs` packs
+what stands here. ::
 
     kv_b_proj [H * (P + U), C]          experts.e.gate_proj [F, D / 8] ──► gate_up_E2FI[e, 0]
       head 0: P rows ──► key_up_HPC     experts.e.up_proj   [F, D / 8] ──► gate_up_E2FI[e, 1]
@@ -9,6 +10,7 @@ Linear weights are published as [out, in] and kept as [in, out], with heads as a
       head 1: ...
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,13 +28,17 @@ _IGNORED_DFLASH = (r".*\.rotary_emb\.inv_freq",)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor's place in an array: ``array[index] = arrange(tensor)``. ``dtype`` is spelled as in safetensors."""
+    """One tensor's place in an array: ``array[index] = arrange(tensor)``; ``dtype`` is spelled as in safetensors.
+
+    Of a linear weight, which ``is_turned``, the array is the transpose, its axes split.
+    """
 
     tensor: str
     shape: tuple[int, ...]
     dtype: str = "BF16"
-    arrange: Callable[[np.ndarray], np.ndarray] = np.asarray
     index: tuple[int, ...] = ()
+    is_turned: bool = False
+    arrange: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +51,10 @@ class KeyMap:
 
     def is_ignored(self, tensor: str) -> bool:
         return any(re.fullmatch(pattern, tensor) for pattern in self.ignored)
+
+    def tensors_of(self, part: str) -> set[str]:
+        """Names of all tensors that go into a part."""
+        return {piece.tensor for pieces in self.pieces[part].values() for piece in pieces}
 
     def all_pieces(self) -> Iterator[tuple[str, Piece]]:
         """Every piece, after the name of the array that it fills."""
@@ -105,10 +115,9 @@ def dflash_key_map(config: DFlashConfig) -> KeyMap:
 
 
 def _linear(name: str, inputs: int | tuple[int, ...], outputs: int | tuple[int, ...]) -> Piece:
-    """A weight [out, in], turned to [in, out], either side split into axes."""
-    inputs, outputs = np.atleast_1d(inputs).tolist(), np.atleast_1d(outputs).tolist()
-    shape = (int(np.prod(outputs)), int(np.prod(inputs)))
-    return Piece(f"{name}.weight", shape, arrange=lambda weight: weight.T.reshape(*inputs, *outputs))
+    """A weight [out, in] for an array [in, out], either side split into axes."""
+    inputs, outputs = (np.atleast_1d(sizes).tolist() for sizes in (inputs, outputs))
+    return Piece(f"{name}.weight", (math.prod(outputs), math.prod(inputs)), is_turned=True)
 
 
 def _norms(name: str, size: int) -> dict[str, list[Piece]]:

@@ -1,21 +1,37 @@
-"""A Hugging Face checkpoint folder: ``config.json`` and safetensors in one file or in shards, read by mmap."""
+"""A Hugging Face checkpoint folder: ``config.json`` and safetensors in one file or in shards, read by mmap.
 
-import contextlib
+A tensor's pages are read in before they are looked at, so that a file that has shrunk or a bad disk is an error with a
+name and not the end of the process, and given up right after, so that memory does not grow.
+"""
+
+import errno
+import hashlib
 import json
-import zlib
+import math
+import mmap
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax  # noqa: F401  (makes bfloat16 known to numpy, and so to safetensors)
+import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json")
-_END_BYTES = 1 << 20
+CHECKSUM_FILE = "SHA256SUMS"
+DTYPES = {
+    "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"),
+    "I8": np.dtype("i1"), "U8": np.dtype("u1"), "BOOL": np.dtype("?"), "I16": np.dtype("<i2"), "U16": np.dtype("<u2"),
+    "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8"), "U64": np.dtype("<u8"),
+}  # fmt: skip
+_ONE_BYTE = ("F8_E4M3", "F8_E5M2")
+_MAX_HEADER = 1 << 28
+_PIECE_BYTES = 1 << 26
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the mmap module does not name
 
 
 class Entry(NamedTuple):
@@ -24,18 +40,34 @@ class Entry(NamedTuple):
     file: str
     shape: tuple[int, ...]
     dtype: str
+    begin: int
+    end: int
+
+
+class SourceError(ValueError):
+    """Something is wrong with the source; the message names the file or the tensor."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ValueError, naming the file, if it is missing or holds something else."""
+    """A JSON object. Raises ValueError, naming the file, if it is missing, names a key twice or holds something else."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing")
+        raise SourceError(f"{path} is missing")
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(), object_pairs_hook=_unique)
+    except OSError as error:
+        raise SourceError(f"{path} can't be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        raise SourceError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}; a JSON object is needed")
+        raise SourceError(f"{path} holds a {type(values).__name__}; a JSON object is needed")
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is in it twice")
     return values
 
 
@@ -43,66 +75,175 @@ def read_index(directory: Path) -> dict[str, str] | None:
     """File of each tensor by ``model.safetensors.index.json``; None where there is a single file and no index."""
     if not (directory / INDEX_FILE).exists():
         if not (directory / SINGLE_FILE).is_file():
-            raise ValueError(f"{directory} has neither {INDEX_FILE} nor {SINGLE_FILE}")
+            raise SourceError(f"{directory} has neither {INDEX_FILE} nor {SINGLE_FILE}")
         return None
     weight_map = read_json(directory / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{directory / INDEX_FILE}: weight_map must name a file for every tensor")
+        raise SourceError(f"{directory / INDEX_FILE}: weight_map must name a file for every tensor")
     return weight_map
 
 
-def source_files(directory: Path) -> dict[str, dict[str, int]]:
-    """Size of every file of the source, and a checksum of its first and last MiB: enough to notice another one."""
-    index = read_index(directory)
-    names = [CONFIG_FILE, *sorted({SINGLE_FILE} if index is None else {INDEX_FILE, *index.values()}), *TOKENIZER_FILES]
-    return {name: _identity(directory / name) for name in names if (directory / name).is_file()}
+def known_checksums(directory: Path) -> dict[str, str]:
+    """SHA-256 of files as published.
+
+    By ``SHA256SUMS``, by what ``hf download --local-dir`` leaves behind, or by the names of blobs in its cache.
+    """
+    links = {path.name: path.resolve().name for path in directory.glob("*.safetensors") if path.is_symlink()}
+    known = {name: blob for name, blob in links.items() if re.fullmatch("[0-9a-f]{64}", blob)}
+    for path in sorted((directory / ".cache/huggingface/download").glob("*.metadata")):
+        lines = path.read_text().split()
+        if len(lines) > 1 and re.fullmatch("[0-9a-f]{64}", lines[1]):  # of a file in Git LFS
+            known[path.name.removesuffix(".metadata")] = lines[1]
+    if (directory / CHECKSUM_FILE).is_file():
+        for line in (directory / CHECKSUM_FILE).read_text().splitlines():
+            match = re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line)
+            if not match:
+                raise SourceError(f"{directory / CHECKSUM_FILE} has {line!r}; a SHA-256 and a file name are needed")
+            known[match[2].removeprefix("./")] = match[1]
+    return known
 
 
-def _identity(path: Path) -> dict[str, int]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        checksum = zlib.crc32(file.read(_END_BYTES))
-        file.seek(max(size - _END_BYTES, 0))
-        checksum = zlib.crc32(file.read(), checksum)
-    return {"bytes": size, "crc32_of_ends": checksum}
+class Shard:
+    """One safetensors file, its header read and checked, its data mapped."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.num_bytes = os.fstat(file.fileno()).st_size
+                head = file.read(8)
+                size = int.from_bytes(head, "little")
+                if len(head) < 8 or size > _MAX_HEADER or 8 + size > self.num_bytes:
+                    raise SourceError(f"{path} is truncated or not a safetensors file: it ends inside its header")
+                header = file.read(size)
+                self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise SourceError(f"{path} can't be read: {error.strerror}") from error
+        self._map.madvise(mmap.MADV_SEQUENTIAL)
+        self.header_sha256 = hashlib.sha256(head + header).hexdigest()
+        self.entries = self._read_header(header, 8 + size)
+
+    def _read_header(self, header: bytes, start: int) -> dict[str, Entry]:
+        try:
+            values = json.loads(header, object_pairs_hook=_unique)
+            values.pop("__metadata__", None)
+            entries = {name: self._entry(name, value, start) for name, value in values.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SourceError(f"{self.path} is truncated or not a safetensors file: {error}") from error
+        end = start
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+            if entry.begin != end:
+                raise SourceError(f"{self.path}: {name} begins at byte {entry.begin}; the tensor before ends at {end}")
+            end = entry.end
+        if end != self.num_bytes:
+            what = "is truncated" if end > self.num_bytes else "has bytes behind its last tensor"
+            raise SourceError(f"{self.path} {what}: it has {self.num_bytes} bytes; its header needs {end}")
+        return entries
+
+    def _entry(self, name: str, value: dict[str, Any], start: int) -> Entry:
+        (begin, end), shape, dtype = value["data_offsets"], tuple(value["shape"]), value["dtype"]
+        width = 1 if dtype in _ONE_BYTE else DTYPES[dtype].itemsize if dtype in DTYPES else None
+        if width is not None and end - begin != math.prod(shape) * width:
+            raise ValueError(f"{name} has {end - begin} bytes; {dtype}{list(shape)} takes {math.prod(shape) * width}")
+        return Entry(self.path.name, shape, dtype, start + begin, start + end)
+
+    def bytes_at(self, begin: int, end: int, name: str) -> np.ndarray:
+        """A view of bytes of the file, read in. Raises SourceError, naming the tensor, if they can't be."""
+        page = begin - begin % mmap.PAGESIZE
+        try:
+            self._map.madvise(_POPULATE_READ, page, end - page)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # an older kernel; then the read below says so
+                raise self._unreadable(name, begin, end, error) from error
+            self._read_through(begin, end, name)
+        return np.frombuffer(self._map, np.uint8, end - begin, begin)
+
+    def _read_through(self, begin: int, end: int, name: str) -> None:
+        try:
+            with self.path.open("rb") as file:
+                for position in range(begin, end, _PIECE_BYTES):
+                    if len(os.pread(file.fileno(), min(_PIECE_BYTES, end - position), position)) == 0:
+                        raise OSError(errno.EIO, "end of file")
+        except OSError as error:
+            raise self._unreadable(name, begin, end, error) from error
+
+    def _unreadable(self, name: str, begin: int, end: int, error: OSError) -> SourceError:
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size < end:
+            return SourceError(f"{name} in {self.path}: the file now has {size} bytes, it had {self.num_bytes}")
+        return SourceError(f"{name} in {self.path} can't be read at bytes {begin} to {end}: {error.strerror}")
+
+    def release(self, begin: int, end: int) -> None:
+        """Gives up the memory of whole pages in a range; a later look reads them again."""
+        page = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        if page < end:
+            self._map.madvise(mmap.MADV_DONTNEED, page, end - page)
 
 
 class TensorSource:
     """Tensors of a folder by name. ``errors`` lists, a sentence each, what is wrong with the files themselves."""
 
-    def __init__(self, directory: Path, index: dict[str, str] | None, stack: contextlib.ExitStack):
+    def __init__(self, directory: Path):
         self.directory = directory
         self.entries: dict[str, Entry] = {}
         self.errors: list[str] = []
-        self._index = index
-        self._files: dict[str, Any] = {}
-        for name in [SINGLE_FILE] if index is None else sorted(set(index.values())):
-            self._add_file(name, stack)
-        if index is not None:
-            self._check_index(index)
+        self.index = read_index(directory)
+        self.shards: dict[str, Shard] = {}
+        for name in [SINGLE_FILE] if self.index is None else sorted(set(self.index.values())):
+            self._add_file(name)
+        if self.index is not None:
+            self._check_index(self.index)
 
-    def read(self, tensor: str) -> np.ndarray:
-        return self._files[self.entries[tensor].file].get_tensor(tensor)
+    def read(self, tensor: str, rows: slice = slice(None)) -> np.ndarray:
+        """Rows of a tensor, read in: a view that must not be written to."""
+        entry = self.entries[tensor]
+        start, stop, _ = rows.indices(entry.shape[0])
+        width = (entry.end - entry.begin) // max(entry.shape[0], 1)
+        first, last = entry.begin + start * width, entry.begin + stop * width
+        data = self.shards[entry.file].bytes_at(first, last, tensor)
+        return data.view(DTYPES[entry.dtype]).reshape(stop - start, *entry.shape[1:])
+
+    def read_small(self, tensor: str) -> np.ndarray:
+        """A copy of a tensor of a few bytes, without reading what lies around it."""
+        entry = self.entries[tensor]
+        shard = self.shards[entry.file]
+        with shard.path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            data = os.pread(file.fileno(), entry.end - entry.begin, entry.begin)
+        if len(data) < entry.end - entry.begin:
+            raise SourceError(f"{tensor} in {shard.path}: the file has become shorter than its header needs")
+        return np.frombuffer(data, DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def pieces(self, tensor: str) -> Iterator[np.ndarray]:
+        """All bytes of a tensor, 64 MiB at a time, each given up when the next is asked for."""
+        entry = self.entries[tensor]
+        shard = self.shards[entry.file]
+        for begin in range(entry.begin, entry.end, _PIECE_BYTES):
+            end = min(begin + _PIECE_BYTES, entry.end)
+            yield shard.bytes_at(begin, end, tensor)
+            shard.release(begin, end)
+
+    def release(self, tensor: str) -> None:
+        entry = self.entries[tensor]
+        self.shards[entry.file].release(entry.begin, entry.end)
 
     def is_lost(self, tensor: str) -> bool:
         """Whether a tensor should be in a file that can't be read, so that `errors` already accounts for it."""
-        file = SINGLE_FILE if self._index is None else self._index.get(tensor)
-        return file is not None and file not in self._files
+        file = SINGLE_FILE if self.index is None else self.index.get(tensor)
+        return file is not None and file not in self.shards
 
-    def _add_file(self, name: str, stack: contextlib.ExitStack) -> None:
+    def _add_file(self, name: str) -> None:
         path = self.directory / name
         if not path.is_file():
             self.errors.append(f"{path} is missing; {INDEX_FILE} names it")
             return
         try:
-            file = stack.enter_context(safe_open(path, framework="numpy"))
-        except (SafetensorError, OSError) as error:
-            self.errors.append(f"{path} is truncated or not a safetensors file: {error}")
+            shard = Shard(path)
+        except SourceError as error:
+            self.errors.append(str(error))
             return
-        self._files[name] = file
-        for tensor in file.keys():
-            header = file.get_slice(tensor)
-            entry = Entry(name, tuple(header.get_shape()), header.get_dtype())
+        self.shards[name] = shard
+        for tensor, entry in shard.entries.items():
             if self.entries.setdefault(tensor, entry) is not entry:
                 self.errors.append(f"{tensor} is in both {self.entries[tensor].file} and {name}")
 
@@ -111,15 +252,28 @@ class TensorSource:
             if index.get(tensor) != entry.file:
                 self.errors.append(f"{tensor} is in {entry.file}; {INDEX_FILE} says {index.get(tensor)}")
         for tensor, file in index.items():
-            if file in self._files and tensor not in self.entries:
+            if file in self.shards and tensor not in self.entries:
                 self.errors.append(f"{tensor} is not in {file}, where {INDEX_FILE} has it")
         for path in sorted(self.directory.glob("*.safetensors")):
             if path.name not in index.values():
                 self.errors.append(f"{path} is there, but {INDEX_FILE} does not name it")
 
 
-@contextlib.contextmanager
-def open_source(directory: Path) -> Iterator[TensorSource]:
-    """Opens every safetensors file of a folder and reads their headers, not their data."""
-    with contextlib.ExitStack() as stack:
-        yield TensorSource(directory, read_index(directory), stack)
+def source_files(source: TensorSource) -> dict[str, dict[str, Any]]:
+    """What identifies every file of a source: its size, and SHA-256 of its header, of small files of all of it."""
+    files = {
+        name: {"bytes": shard.num_bytes, "header_sha256": shard.header_sha256} for name, shard in source.shards.items()
+    }
+    for name in (CONFIG_FILE, INDEX_FILE, *TOKENIZER_FILES):
+        if (path := source.directory / name).is_file():
+            files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    return files
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a whole file. Raises SourceError, naming it, if it can't be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SourceError(f"{path} can't be read: {error.strerror}") from error

@@ -2,17 +2,18 @@
 
 ::
 
-    metadata.json                 format version, model kind, Hugging Face config, source files, every array's shape
+    metadata.json                 format version, model kind, Hugging Face config, hashes of the source, arrays' shapes
+    manifest.json                 the converter's record of finished parts, with checksums
     embed/ layer_0/ ... head/     Orbax items; each appears whole or not at all
     tiktoken.model ...            tokenizer files, as they were
 
-Arrays have the names, shapes and layout of ``parameters(config)``. Those of the compute dtype are stored as bfloat16.
-A folder without ``metadata.json`` is an unfinished conversion.
+Arrays have the names, shapes and layout of ``parameters(config)``, but for experts, which lie in blocks where those fit
+(see `expert_layout`). Those of the compute dtype are stored as bfloat16. A folder without ``metadata.json`` is an
+unfinished conversion.
 """
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from ddtree_jax.sharding import Parameters, sharding_of
+from ddtree_jax.expert_layout import loaded_as_stored, over_experts_alone, stored_parameters, unpack_experts
+from ddtree_jax.pallas.int4_moe import ExpertBlocks
+from ddtree_jax.sharding import ArrayInfo, Parameters, sharding_of
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 KINDS = ("kimi", "dflash")
 METADATA_FILE = "metadata.json"
+MANIFEST_FILE = "manifest.json"
 STORED_DTYPE = "bfloat16"
 
 
@@ -46,13 +50,18 @@ class StoredArray:
 class Metadata:
     """What a folder holds: enough to build the model from the folder alone and to recognise its source.
 
-    ``config`` is the Hugging Face ``config.json`` as read; ``source_files`` has numbers that identify each file that
-    was converted; ``arrays`` has the stored arrays of each part.
+    ``config`` is the Hugging Face ``config.json`` as read; ``mesh`` the one that the layout was chosen for;
+    ``source_files`` has size and SHA-256 (of the header alone where there is one) of each file that was converted;
+    ``source_checksums`` the SHA-256 of names, dtypes, shapes and CRC-32 of each part's tensors; ``tokenizer_files`` names
+    those beside this file; ``arrays`` has the stored arrays of each part.
     """
 
     kind: str
     config: dict[str, Any]
-    source_files: dict[str, dict[str, int]]
+    mesh: str
+    source_files: dict[str, dict[str, int | str]]
+    source_checksums: dict[str, str]
+    tokenizer_files: list[str]
     arrays: dict[str, dict[str, StoredArray]]
 
     def to_json(self) -> str:
@@ -66,7 +75,9 @@ class Metadata:
             raise ValueError(f"is a {type(values).__name__}; a JSON object is needed")
         version = values.pop("format_version", None)
         if version != FORMAT_VERSION:
-            raise ValueError(f"format_version is {version!r}; this version reads {FORMAT_VERSION}: convert again")
+            raise ValueError(
+                f"format_version is {version!r}; this version reads {FORMAT_VERSION}: convert again, into a new folder"
+            )
         names = {field.name for field in dataclasses.fields(cls)}
         if values.keys() != names:
             raise ValueError(f"has {', '.join(sorted(values))}; exactly {', '.join(sorted(names))} are needed")
@@ -85,30 +96,6 @@ def stored_arrays(parameters: Parameters) -> dict[str, dict[str, StoredArray]]:
         part: {name: StoredArray(info.shape, np.dtype(info.dtype or STORED_DTYPE).name) for name, info in infos.items()}
         for part, infos in parameters.items()
     }
-
-
-def save_part(directory: str | Path, part: str, arrays: Mapping[str, np.ndarray | jax.Array]) -> None:
-    """Writes one part. An interrupted call leaves nothing under the part's name; an older part is replaced."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(Path(directory).absolute() / part, dict(arrays), force=True)
-
-
-def write_metadata(directory: str | Path, metadata: Metadata) -> None:
-    """Finishes a conversion: from now on the folder is a checkpoint.
-
-    Raises:
-      ValueError: a part has not been saved. It is named.
-    """
-    directory = Path(directory)
-    missing = [part for part in metadata.arrays if not (directory / part).is_dir()]
-    if missing:
-        raise ValueError(f"{directory}: parts {', '.join(missing)} are not saved; all must be before the metadata")
-    partial = directory / f"{METADATA_FILE}.partial"
-    with partial.open("w") as file:
-        file.write(metadata.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(directory / METADATA_FILE)
 
 
 def read_metadata(directory: str | Path, kind: str | None = None) -> Metadata:
@@ -139,7 +126,7 @@ def _without_metadata(directory: Path) -> str:
         return "is not a folder; a converted checkpoint is needed"
     if any(directory.glob("*.safetensors")):
         return "is a Hugging Face checkpoint; convert it first: python -m checkpoints_tools.convert"
-    if any(child.is_dir() for child in directory.iterdir()):
+    if (directory / MANIFEST_FILE).exists() or any(child.is_dir() for child in directory.iterdir()):
         return f"has no {METADATA_FILE}: an unfinished conversion; run the converter again to finish it"
     return f"has no {METADATA_FILE}; a converted checkpoint is needed"
 
@@ -151,38 +138,52 @@ def check(directory: str | Path, parameters: Parameters, mesh: Mesh) -> None:
       ValueError: as `read_metadata`; an array that ``parameters`` does not have, or the other way round; another shape
         or stored dtype; an array that does not divide over the mesh. All are named.
     """
-    _check_arrays(Path(directory), read_metadata(directory).arrays, stored_arrays(parameters))
+    metadata = read_metadata(directory)
+    _check_arrays(Path(directory), metadata.arrays, stored_arrays(stored_parameters(parameters, metadata.mesh)))
     for infos in parameters.values():
         for name, info in infos.items():
             sharding_of(info, mesh, name)
 
 
-def load(directory: str | Path, parameters: Parameters, mesh: Mesh, dtype: Any) -> dict[str, dict[str, jax.Array]]:
+def load(
+    directory: str | Path, parameters: Parameters, mesh: Mesh, dtype: Any, *, as_blocks: bool = False
+) -> dict[str, dict[str, jax.Array]]:
     """Arrays of a checkpoint, each restored straight into its place on the mesh.
 
-    ``dtype`` is the compute dtype, for the parameters that name none.
+    With ``as_blocks`` experts that are stored in blocks come as blocks (`ExpertBlocks`), unless the mesh would cut them;
+    otherwise they are turned back, a layer at a time, to words and scales as ``parameters`` has them. ``dtype`` is the
+    compute dtype, for the parameters that name none.
 
     Raises:
       ValueError: as `check`, before anything is read; a part that can't be read. It is named.
     """
     directory = Path(directory).absolute()
     check(directory, parameters, mesh)
-    wanted = {
-        part: {
-            name: jax.ShapeDtypeStruct(info.shape, info.dtype or dtype, sharding=sharding_of(info, mesh, name))
-            for name, info in infos.items()
-        }
-        for part, infos in parameters.items()
-    }
+    stored = stored_parameters(parameters, read_metadata(directory).mesh)
     with ocp.StandardCheckpointer() as checkpointer:
-        return {part: _restore(checkpointer, directory / part, arrays) for part, arrays in wanted.items()}
+
+        def load_part(part: str, infos: dict[str, ArrayInfo]) -> dict[str, jax.Array]:
+            is_slice = loaded_as_stored(infos, mesh.shape)
+            if not is_slice:
+                infos = {n: over_experts_alone(i) if n in ExpertBlocks._fields else i for n, i in infos.items()}
+            wanted = {
+                name: jax.ShapeDtypeStruct(info.shape, info.dtype or dtype, sharding=sharding_of(info, mesh, name))
+                for name, info in infos.items()
+            }
+            arrays = _restore(checkpointer, directory / part, wanted)
+            if ExpertBlocks._fields[0] not in infos or (as_blocks and is_slice):
+                return arrays
+            blocks = ExpertBlocks(*(arrays.pop(name) for name in ExpertBlocks._fields))
+            return arrays | unpack_experts(blocks, parameters[part], mesh)
+
+        return {part: load_part(part, infos) for part, infos in stored.items()}
 
 
 def _restore(checkpointer: Any, path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     try:
         return checkpointer.restore(path, wanted)
     except Exception as error:  # Orbax and its readers raise the bare class too.
-        raise ValueError(f"{path} can't be read; convert again ({error})") from error
+        raise ValueError(f"{path} can't be read; convert again ({str(error).split('. See full')[0]})") from error
 
 
 def _check_arrays(directory: Path, stored: Mapping[str, Any], needed: Mapping[str, Any]) -> None:

@@ -132,7 +132,8 @@ class Engine:
         if drafter_config:
             checkpoint.check(drafter, dflash.parameters(drafter_config), device_mesh)
         has_kernels = _choose_kernels(kernels, target_config, device_mesh, dtype)
-        arrays = checkpoint.load(target, kimi.parameters(target_config), device_mesh, _DTYPES[dtype])
+        parameters = kimi.parameters(target_config)
+        arrays = checkpoint.load(target, parameters, device_mesh, _DTYPES[dtype], as_blocks=has_kernels)
         if has_kernels:
             kimi.pack_experts(arrays, device_mesh)
         capture = drafter_config.target_layer_ids if drafter_config else ()

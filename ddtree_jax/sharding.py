@@ -45,11 +45,11 @@ Parameters = dict[str, dict[str, ArrayInfo]]
 """Parts of a model ("embed", "layer_0", ..., "head"), each a flat table of parameter names."""
 
 
-def make_mesh(text: Any) -> Mesh:
-    """Mesh from axis sizes such as ``"tensor=8"`` or ``"expert=4,tensor=2"``; None is one device.
+def mesh_sizes(text: Any) -> dict[str, int]:
+    """Size of every mesh axis from text such as ``"tensor=8"`` or ``"expert=4,tensor=2"``; None is one device.
 
     Raises:
-      ValueError: an unknown axis, a repeated one, a size below 1, or more devices than there are.
+      ValueError: an unknown axis, a repeated one, or a size below 1.
     """
     sizes = dict.fromkeys(MESH_AXES, 1)
     seen = set()
@@ -59,6 +59,16 @@ def make_mesh(text: Any) -> Mesh:
             raise ValueError(f"mesh is {text!r}; allowed: sizes of {' and '.join(MESH_AXES)}, such as 'tensor=8'")
         seen.add(match[1])
         sizes[match[1]] = int(match[2])
+    return sizes
+
+
+def make_mesh(text: Any) -> Mesh:
+    """Mesh from axis sizes, as `mesh_sizes` reads them.
+
+    Raises:
+      ValueError: as `mesh_sizes`; more devices than there are.
+    """
+    sizes = mesh_sizes(text)
     num_devices = math.prod(sizes.values())
     if num_devices > jax.device_count():
         raise ValueError(f"mesh {text!r} needs {num_devices} devices; there are {jax.device_count()}")

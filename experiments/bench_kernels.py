@@ -2,8 +2,8 @@
 
 ::
 
-    python -m experiments.bench_kernels --kernel int4_moe [--nodes 1,8,16,32,64] [--check 1000]
-    python -m experiments.bench_kernels --kernel tree_mla [--form hopper]
+    python -m experiments.bench_kernels --kernel int4_moe [--nodes 1,8,16,32,64] [--tokens 256,2048] [--check 1000]
+    python -m experiments.bench_kernels --kernel tree_mla [--form hopper] [--check 1000]
     python -m experiments.bench_kernels --kernel tree_expand [--check 10000]
     python -m experiments.bench_kernels --kernel sample [--check 10]
     python -m experiments.bench_kernels --kernel commit
@@ -18,25 +18,39 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import bench_commit, bench_int4_moe, bench_sample, bench_tree_expand, bench_tree_mla, check_int4_moe
+from experiments import (
+    bench_commit,
+    bench_int4_moe,
+    bench_int4_prefill,
+    bench_prefill_attention,
+    bench_sample,
+    bench_tree_expand,
+    bench_tree_mla,
+    check_int4_moe,
+    check_tree_mla,
+)
 from experiments.results_file import provenance, write_lines
 
-_KERNELS = ("int4_moe", "tree_mla", "tree_expand", "sample", "commit")
-_KERNEL = flags.DEFINE_enum("kernel", None, list(_KERNELS), "Which kernel.", required=True)
-_NODES = flags.DEFINE_list("nodes", ["1", "8", "16", "32", "64"], "int4_moe: tokens in a call.")
+_KERNELS = ["int4_moe", "tree_mla", "tree_expand", "sample", "commit"]
+_KERNEL = flags.DEFINE_enum("kernel", None, _KERNELS, "Which kernel.", required=True)
+_NODES = flags.DEFINE_list("nodes", ["1", "8", "16", "32", "64"], "int4_moe: tokens in a call of decoding.")
+_TOKENS = flags.DEFINE_list("tokens", ["256", "1024", "2048", "4096"], "int4_moe: tokens in a call of prefill.")
 _REFERENCE_NODES = flags.DEFINE_list(
     "reference_nodes", ["16"], "int4_moe: of these the plain-JAX form is timed as well."
 )
 _FORM = flags.DEFINE_enum("form", "hopper", list(bench_tree_mla.FORMS), "tree_mla: which form.")
 _RUNS = flags.DEFINE_integer("runs", 32, "Timed calls a case; their median counts.")
 _CHECK = flags.DEFINE_integer(
-    "check", 0, "int4_moe, tree_expand, sample: random cases (batches of draws) to compare with the reference first."
+    "check", 0, "Random routings, trees, logits or batches of draws to compare with the reference first."
 )
 
 
 def measure() -> Iterator[dict[str, Any]]:
     if _KERNEL.value == "tree_mla":
+        if _CHECK.value:
+            check_tree_mla.check(_CHECK.value)
         yield from bench_tree_mla.run(_FORM.value, runs=_RUNS.value)
+        yield from bench_prefill_attention.run() if _FORM.value == "hopper" else ()
         return
     if _KERNEL.value == "commit":
         yield from bench_commit.measure(_RUNS.value)
@@ -49,8 +63,12 @@ def measure() -> Iterator[dict[str, Any]]:
         return
     if _CHECK.value:
         check_int4_moe.check(_CHECK.value)
+        worst = bench_int4_prefill.check_random(_CHECK.value)
+        is_repeatable = bench_int4_prefill.check_repeats(tokens=2048, times=100)
+        print(f"prefill: largest error {worst:.5f}; 100 runs bit-equal: {is_repeatable}", flush=True)
     nodes, reference_nodes = (list(map(int, flag.value)) for flag in (_NODES, _REFERENCE_NODES))
     yield from bench_int4_moe.measure(nodes, _RUNS.value, reference_nodes)
+    yield from bench_int4_prefill.measure(list(map(int, _TOKENS.value)), _RUNS.value)
 
 
 def main(arguments: list[str]) -> None:
@@ -58,10 +76,11 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"bench_kernels: unknown argument {arguments[1]}")
     if jax.default_backend() != "gpu":
         sys.exit(f"bench_kernels: the device is {jax.devices()[0].device_kind}; a GPU is needed")
-    lines = []
+    # Before the first line is written, which changes the working tree.
+    lines, made_by = [], provenance()
     print(f"{'ceiling us':>10} {'reference us':>12} {'ours us':>8} {'share':>6} {'error':>7}  case")
     for line in measure():
-        lines.append(line | provenance())
+        lines.append(line | made_by)
         reference = line.get("reference_seconds")
         error = f"{line['error']:.5f}" if "error" in line else ""
         case = {name: value for name, value in line["case"].items() if name != "seed"}

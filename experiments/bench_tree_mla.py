@@ -1,23 +1,22 @@
 """Times tree MLA against its ceiling, with caches that are cold in L2 and random trees. See `bench_kernels`."""
 
+import concurrent.futures
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.pallas.tree_mla_hopper import tree_mla_hopper
-from ddtree_jax.pallas.tree_mla_portable import tree_mla_portable
+from ddtree_jax.pallas.tree_mla import tree_mla_gpu
+from experiments.check_tree_mla import FORMS, LATENT, SCALE, WIDTH, random_tree
 from experiments.kernel_times import kernel_seconds
 
-LATENT, WIDTH, SCALE = 512, 576, 0.1352
 BYTES_PER_SECOND, FLOPS_PER_SECOND = 4.57e12, 790e12
 # More than twice the L2 lies between two uses of a cache.
 COLD_BYTES = 160e6
-FORMS = {"hopper": tree_mla_hopper, "portable": tree_mla_portable}
 
 # Heads, nodes, context, batch, and the microseconds that the kernel is meant to stay below.
 CASES = (
@@ -38,12 +37,27 @@ CASES = (
 )
 
 
-def random_tree(rng: np.random.Generator, num_nodes: int) -> np.ndarray:
-    """Ancestor mask of a tree in which each node's parent is any earlier node."""
-    visible = np.eye(num_nodes, dtype=bool)
-    for node in range(1, num_nodes):
-        visible[node] |= visible[rng.integers(0, node)]
-    return visible
+def shapes(heads: int, nodes: int, context: int, batch: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of the kernel's arguments."""
+    sizes = ((batch, nodes, heads, WIDTH), (batch, context, WIDTH), (batch, nodes, WIDTH))
+    arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+    visible_BTt = jax.ShapeDtypeStruct((batch, nodes, nodes), bool)
+    return *arrays, jax.ShapeDtypeStruct((batch,), jnp.int32), visible_BTt
+
+
+def cases_to_compile() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+    """A name, `tree_mla_gpu`, which takes the form that the default device wants, and shapes of its arguments."""
+    for case in ((8, 1, 1024, 1), (8, 16, 4096, 8), (64, 64, 131072, 1), (8, 2048, 4096, 1)):
+        name = "{} heads, {} nodes, {} slots, batch {}".format(*case)
+        yield name, functools.partial(tree_mla_gpu, num_latent=LATENT, scale=SCALE), shapes(*case)
+
+
+def compile_cases(form: str, cases: tuple) -> list[Callable[..., Any]]:
+    """One program a case; they are compiled side by side."""
+    kernel = jax.jit(functools.partial(FORMS[form], num_latent=LATENT, scale=SCALE))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = [pool.submit(kernel.lower(*shapes(*case[:4])).compile) for case in cases]
+        return [program.result() for program in programs]
 
 
 def float64(query: Any, cache: Any, rows: Any, length: Any, visible: Any) -> np.ndarray:
@@ -61,8 +75,8 @@ def float64(query: Any, cache: Any, rows: Any, length: Any, visible: Any) -> np.
 
 def run(form: str = "hopper", cases: tuple = CASES, runs: int = 30, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Result lines, one a case, without provenance. ``seconds`` is the sum over the kernels of `FORMS`."""
-    kernel = jax.jit(functools.partial(FORMS[form], num_latent=LATENT, scale=SCALE))
-    for heads, nodes, context, batch, target in cases:
+    programs = compile_cases(form, cases)
+    for kernel, (heads, nodes, context, batch, target) in zip(programs, cases, strict=True):
         rng = np.random.default_rng(seed)
         draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
         num_caches = max(2, math.ceil(COLD_BYTES / (batch * context * WIDTH * 2)))

@@ -187,12 +187,13 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"profile_round: unknown argument {arguments[1]}")
     if jax.default_backend() != "gpu":
         sys.exit(f"profile_round: the device is {jax.devices()[0].device_kind}; a GPU is needed")
-    lines = []
+    # Before the first line is written, which changes the working tree.
+    lines, made_by = [], provenance()
     for name in _MODEL.value:
         models = models_of(*configs(name))
         for num_nodes in map(int, _NODES.value):
             for line in measure(name, models, num_nodes, _CONTEXT.value, _ROUNDS.value):
-                lines.append(line | provenance())
+                lines.append(line | made_by)
                 print(json.dumps({key: line[key] for key in line if key != "benchmark"}), flush=True)
                 write_lines("round", lines)
 

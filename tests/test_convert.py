@@ -5,21 +5,32 @@ import json
 import math
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints_tools.convert import convert
+from checkpoints_tools.blocks import BlockPacker
+from checkpoints_tools.convert import check_key_map, convert
 from checkpoints_tools.key_map import dflash_key_map, kimi_key_map
 from ddtree_jax import checkpoint, dflash, kimi
 from ddtree_jax.config import DFlashConfig, KimiConfig
+from ddtree_jax.expert_layout import words_of_blocks
+from ddtree_jax.pallas.int4_blocks import pack_down, pack_gate_up
 from ddtree_jax.quant import dequantize, pack_int4, unpack_int4
 from ddtree_jax.sharding import make_mesh
 
+ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "golden"
 CONFIGS = Path(__file__).parent / "configs"
-MODELS = ("target", "drafter", "drafter_sliding")
+SOURCES = {
+    "target": GOLDEN / "target",
+    "drafter": GOLDEN / "drafter",
+    "drafter_sliding": GOLDEN / "drafter_sliding",
+    "tiny": ROOT / "experiments/tiny_kimi/target",
+    "tiny_drafter": ROOT / "experiments/tiny_kimi/drafter",
+}
 
 
 def read_source(directory):
@@ -38,6 +49,7 @@ def write_source(directory, config, tensors):
 
 
 def load(out):
+    """Config and arrays of a checkpoint, experts as published words."""
     metadata = checkpoint.read_metadata(out)
     config_type, model = {"kimi": (KimiConfig, kimi), "dflash": (DFlashConfig, dflash)}[metadata.kind]
     config = config_type.from_hf(metadata.config)
@@ -47,16 +59,17 @@ def load(out):
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """Converted golden models by name."""
+    """Converted models by name; the experts of "tiny" are in blocks, those of "target" are not."""
     root = tmp_path_factory.mktemp("converted")
-    for model in MODELS:
-        convert(GOLDEN / model, root / model)
+    for model, source in SOURCES.items():
+        convert(source, root / model, mesh="tensor=4", report=lambda state: None)
+    assert (root / "tiny/layer_1/down_EMKmw").is_dir() and (root / "target/layer_1/down_EDI").is_dir()
     return root
 
 
 def published(model, config, arrays):
     """The tensors that arrays stand for, in published names and layout: written out by hand, apart from the key map."""
-    return _published_target(config, arrays) if model == "target" else _published_drafter(arrays)
+    return _published_drafter(arrays) if "drafter" in model else _published_target(config, arrays)
 
 
 def _turn(weight, num_inputs=1):
@@ -162,9 +175,9 @@ def test_converted_experts_stand_for_the_reference_weights(converted):
     assert histogram.tolist() == reference["value_histogram_minus8_to_7"]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SOURCES)
 def test_every_published_tensor_comes_back(converted, model):
-    source = read_source(GOLDEN / model)
+    source = read_source(SOURCES[model])
     found = published(model, *load(converted / model))
     ignored = json.loads((GOLDEN / "target_dequant_sums.json").read_text())["ignored_tensors"]
     assert source.keys() - found.keys() == (set(ignored) if model == "target" else set())
@@ -214,12 +227,45 @@ def test_pieces_fit_when_every_axis_has_another_size():
         hidden_size=11, num_attention_heads=15, num_key_value_heads=5, head_dim=14, intermediate_size=17,
         target_layer_ids=(1, 2),
     )  # fmt: skip
-    for parameters, key_map in (
-        (kimi.parameters(target), kimi_key_map(target, [])),
-        (dflash.parameters(drafter), dflash_key_map(drafter)),
+    check_key_map(kimi_key_map(target, []), kimi.parameters(target))
+    check_key_map(dflash_key_map(drafter), dflash.parameters(drafter))
+
+
+def test_key_map_that_leaves_a_place_empty_or_fills_it_twice_is_noticed():
+    target = KimiConfig.from_hf(json.loads((GOLDEN / "target/config.json").read_text()))
+    for spoil in (
+        lambda pieces: pieces["down_EDI"].pop(),
+        lambda pieces: pieces["down_EDI"].append(pieces["down_EDI"][0]),
+        lambda pieces: pieces.update(q_a_DA=pieces["kv_a_DW"]),
+        lambda pieces: pieces.update(key_up_HPC=pieces["o_HUD"]),
     ):
-        for part, table in parameters.items():
-            for name, info in table.items():
-                for piece in key_map.pieces[part][name]:
-                    arranged = piece.arrange(np.zeros(piece.shape, np.int8))
-                    assert arranged.shape == info.shape[len(piece.index) :], (part, name)
+        key_map = kimi_key_map(target, [])
+        spoil(key_map.pieces["layer_1"])
+        with pytest.raises(RuntimeError, match="key map: layer_1"):
+            check_key_map(key_map, kimi.parameters(target))
+
+
+@pytest.mark.parametrize(("F", "D", "group"), [(64, 160, 1), (256, 96, 2), (512, 128, 8)])
+def test_numpy_packs_as_the_kernel_reads(F, D, group):
+    rng = np.random.default_rng(F)
+
+    def draw(*shape):
+        words = rng.integers(0, 2**32, (*shape[:-1], shape[-1] // 8), np.uint32)
+        return words, rng.integers(2**7, 2**14, (*shape[:-1], shape[-1] // 32), np.uint16)
+
+    def as_jax(words, scale):
+        return jnp.asarray(words.view(np.int32)), jnp.asarray(scale.view(jnp.bfloat16))
+
+    gate_up, down = draw(2, F, D), draw(D, F)
+    shards = [[np.split(part, F // 32 // group, axis=1)[i] for part in gate_up] for i in range(F // 32 // group)]
+    expected = np.concatenate([jax.jit(pack_gate_up)(*as_jax(words, scale)) for words, scale in shards])
+    found = np.empty(expected.shape, np.uint32)
+    BlockPacker(D).pack_gate_up(*zip(*gate_up, strict=True), found)
+    np.testing.assert_array_equal(found.view(np.int32), expected)
+    expected = np.asarray(jax.jit(pack_down)(*as_jax(*down)))
+    found = np.empty(expected.shape, np.uint32)
+    BlockPacker(F).pack_down(*down, found)
+    np.testing.assert_array_equal(found.view(np.int32), expected)
+    words, scale = map(np.asarray, jax.jit(words_of_blocks)(jnp.asarray(expected)))
+    np.testing.assert_array_equal(words[:D, : F // 8].view(np.uint32), down[0])
+    np.testing.assert_array_equal(scale[:D, : F // 32].view(np.uint16), down[1])

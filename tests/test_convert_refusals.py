@@ -100,7 +100,7 @@ def _misplace(source):
 @pytest.mark.parametrize(
     "spoil, complaints",
     [
-        (_truncate, [f"{SECOND} is truncated or not a safetensors file"]),
+        (_truncate, [f"{SECOND} is truncated: it has", "its header needs"]),
         (_overwrite, [f"{SECOND} is truncated or not a safetensors file"]),
         (lambda source: (source / SECOND).unlink(), [f"{SECOND} is missing; {INDEX} names it"]),
         (_duplicate, [f"fc.weight is in both model-00001-of-00002.safetensors and {SECOND}"]),

@@ -5,7 +5,7 @@
     L5   generate  completion  output  prefix_cache  __init__      experiments ──► everything
     L4   decode                                                    checkpoints_tools ──► ddtree_jax
     L3   kimi     dflash
-    L2   layers   cache   tree   sampling   penalties   checkpoint   prompts
+    L2   layers   cache   tree   sampling   penalties   checkpoint   expert_layout   prompts
     L1   pallas/*
     L0   arguments   config   sharding   quant   tokenizer   sampling_params
 """
@@ -24,7 +24,7 @@ FOLDERS = ("ddtree_jax", "checkpoints_tools", "experiments")
 LEVELS = (
     ("arguments", "config", "sharding", "quant", "tokenizer", "sampling_params"),
     ("pallas",),
-    ("layers", "cache", "tree", "sampling", "penalties", "checkpoint", "prompts"),
+    ("layers", "cache", "tree", "sampling", "penalties", "checkpoint", "expert_layout", "prompts"),
     ("kimi", "dflash"),
     ("decode",),
     ("completion", "output", "prefix_cache", "generate", "__init__"),
@@ -36,6 +36,7 @@ SIBLINGS = {
     "tokenizer": {"arguments"},
     "sampling_params": {"arguments"},
     "pallas": {"pallas"},
+    "checkpoint": {"expert_layout"},
     "output": {"completion"},
     "generate": {"completion", "output", "prefix_cache"},
     "__init__": {"completion", "generate"},

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, PartitionSpec
 
 from ddtree_jax.pallas import tree_mla as mla
 from ddtree_jax.pallas import tree_mla_hopper as hopper
@@ -105,6 +106,16 @@ def test_kernels_agree_with_float64(run, num_nodes, heads, num_slots, lengths):
 def test_any_number_of_splits_gives_the_same(run, num_sms):
     case = random_case(7, num_nodes=4, heads=8, num_slots=320, lengths=[300])
     assert error(run(*case, num_sms=num_sms), in_float64(*case)) < 5e-3
+
+
+@FORMS
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["growing", "shrinking"])
+def test_maxima_may_grow_by_many_orders_of_magnitude(run, order):
+    """From tile to tile, so that the sums so far have to be rescaled: inside a pair of tiles and between two."""
+    query, cache, rows, length, visible = random_case(11, num_nodes=4, heads=8, num_slots=320, lengths=[320])
+    gain = jnp.repeat(jnp.arange(1.0, 6.0), 64)[order]
+    case = query * 8, cache * gain[None, :, None].astype(cache.dtype), rows, length, visible
+    assert error(run(*case, num_sms=1), in_float64(*case)) < 5e-3
 
 
 @FORMS
@@ -231,3 +242,16 @@ def test_one_place_chooses(monkeypatch):
     assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cpu",)).as_text()
     traced = jax.jit(run).trace(*abstract(4, 8, 64, dtype=jnp.float32))
     assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_heads_are_divided_among_devices():
+    """Inside shard_map: the reference on the CPU, equal to that of one device, and the kernel when compiled for a GPU."""
+    mesh = jax.make_mesh((4, 2), ("tensor", "expert"), axis_types=(AxisType.Auto, AxisType.Auto))
+    heads, all_of_it = PartitionSpec(None, None, "tensor"), PartitionSpec()
+    run = functools.partial(mla.tree_mla, num_latent=LATENT, scale=SCALE)
+    specs = (heads, all_of_it, all_of_it, all_of_it, all_of_it)
+    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False))
+    case = random_case(8, num_nodes=5, heads=12, num_slots=48, lengths=[0, 7, 48])
+    in_float32 = [x.astype(jnp.float32) for x in case[:3]] + list(case[3:])
+    np.testing.assert_allclose(sharded(*in_float32), jax.jit(run)(*in_float32), rtol=1e-5, atol=1e-5)
+    assert "mosaic_gpu" in sharded.trace(*case).lower(lowering_platforms=("cuda",)).as_text()

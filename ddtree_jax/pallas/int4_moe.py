@@ -1,6 +1,7 @@
 """Routed experts with INT4 group-32 weights: each distinct expert is read once for every 8 tokens that chose it."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int32
 
-from ddtree_jax.pallas import int4_kernel, int4_spans
+from ddtree_jax.pallas import int4_kernel, int4_prefill, int4_spans
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, pack_down, pack_gate_up, split_halves, unpack_blocks
 from ddtree_jax.quant import dequantize, round_products
 
@@ -115,22 +116,40 @@ def int4_moe_gpu(
     experts: ExpertBlocks,
     config: int4_spans.Config,
 ) -> Float[Array, "T D"]:
-    """`int4_moe` on the kernel alone; more than 64 tokens go in turns of 64."""
+    """`int4_moe` on the kernels alone, in turns where there are more tokens than one of them takes."""
     T, D = x_TD.shape
     columns = experts.gate_up_EMKmw.shape[2] * BLOCK_COLUMNS
     x_TD = jnp.pad(x_TD, ((0, 0), (0, columns - D)))
 
-    def run(x_TD: Array, expert_TX: Array, weight_TX: Array) -> Array:
+    size, kernel = _choose_form(expert_TX, experts, config)
+    if size >= T:
+        return kernel(x_TD, expert_TX, weight_TX)[:, :D]
+    turns = -(-T // size)
+    rest = ((0, turns * size - T), (0, 0))
+    padded = (jnp.pad(x_TD, rest), jnp.pad(expert_TX, rest, constant_values=-1), jnp.pad(weight_TX, rest))
+    split = [array.reshape(turns, size, array.shape[1]) for array in padded]
+    y_TD = lax.map(lambda args: kernel(*args), tuple(split))
+    return y_TD.reshape(turns * size, columns)[:T, :D]
+
+
+def _choose_form(
+    expert_TX: Int32[Array, "T X"], experts: ExpertBlocks, config: int4_spans.Config
+) -> tuple[int, Callable]:
+    """The most tokens of a turn, and the kernel that takes them: decode's for few, or where prefill's does not fit."""
+
+    def decode(x_TD: Array, expert_TX: Array, weight_TX: Array) -> Array:
         return int4_kernel.int4_moe_kernel(x_TD, expert_TX, weight_TX, *experts, config)
 
-    if T <= MAX_TOKENS:
-        return run(x_TD, expert_TX, weight_TX)[:, :D]
-    turns = -(-T // MAX_TOKENS)
-    rest = ((0, turns * MAX_TOKENS - T), (0, 0))
-    padded = (jnp.pad(x_TD, rest), jnp.pad(expert_TX, rest, constant_values=-1), jnp.pad(weight_TX, rest))
-    split = [array.reshape(turns, MAX_TOKENS, array.shape[1]) for array in padded]
-    y_TD = lax.map(lambda args: run(*args), tuple(split))
-    return y_TD.reshape(turns * MAX_TOKENS, columns)[:T, :D]
+    def prefill(x_TD: Array, expert_TX: Array, weight_TX: Array) -> Array:
+        return int4_prefill.int4_moe_prefill(x_TD, expert_TX, weight_TX, *experts, prefill_config)
+
+    if expert_TX.shape[0] <= MAX_TOKENS:
+        return MAX_TOKENS, decode
+    try:
+        prefill_config = int4_prefill.choose_config(expert_TX, *experts, config.num_blocks, config.shared_bytes)
+    except NotImplementedError:
+        return MAX_TOKENS, decode
+    return int4_prefill.MAX_TOKENS, prefill
 
 
 def int4_moe_reference(

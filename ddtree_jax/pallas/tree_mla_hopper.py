@@ -1,23 +1,27 @@
 """Tree MLA for Hopper: ``wgmma`` on tiles of 64 rows (nodes x heads) by 64 slots, fed by the copy engine.
 
-A block takes 64 rows and its split of the tiles, two tiles at a time. Of a pair, warpgroup w scores tile w alone, and
-owns half w of the latent columns of the output. Each warpgroup's weights pass to the other through shared memory, in
-the place of the tile's rotary part, which is no longer needed by then.
+A block takes 64 rows and its split of the tiles, two tiles at a time. Of a pair, the left warpgroup scores tile 0 alone, the
+right one tile 1, and each owns its half of the latent columns of the output. Their weights pass to the other one through
+shared memory, in the place of the tile's rotary part, which is no longer needed by then.
 
 ::
 
-    copies       | L0 R1 T0 T1 R0 L1 of the next pair, each as soon as its place is free
-    warpgroup 0  | Q (L0 T0 R0)'   softmax 0   O_L += P0 L0   take P1   O_L += P1 L1
-    warpgroup 1  | Q (R1 T1 L1)'   softmax 1   O_R += P1 R1   take P0   O_R += P0 R0      time ->
+    tensor cores     | Q (L0 R0 T0)' | Q (R1 L1 T1)' | O_L += P0 L0  O_R += P0 R0 | O_L += P1 L1  O_R += P1 R1 |
+    left warpgroup                   | softmax 0     |
+    right warpgroup                                  | softmax 1                  |
+    copies                                             L0 R0 of the next pair     | R1 L1 of the next pair       time ->
 
     L, R: left and right half of a tile's latents (each in two buffers); T: its rotary part; O_L, O_R: output
 
 A tile is read once for all nodes and heads of a block: 73,728 bytes, its latents serving as keys and as values. With 16
 nodes of 8 heads (two row tiles) 4,096 tokens are 4.7 MB, 1.0 us at 4.57 TB/s. Splits are added by `tree_mla_split.combine`.
 
+The maximum that weights refer to moves only where a tile's own is more than 2^8 times larger, so that the sums hardly ever
+have to be rescaled. With 64 heads products are what takes time: 64 rows by 64 slots read as much shared memory as they can.
+
 What lies behind the length, or in a node that a row does not see, gets a weight of zero; since zero times NaN is NaN,
-values that are not finite are overwritten with zeros in the tiles where there can be such. Scores are taken before, so
-that a row which does see a NaN yields NaN.
+values that are not finite become zeros: in the rows of the tree before the kernel, in the last tile of the prefix in
+shared memory. Scores are taken before, so that a row which does see a NaN yields NaN.
 """
 
 import functools
@@ -28,15 +32,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
 from ddtree_jax.pallas import tree_mla_split as split
+from ddtree_jax.pallas import warps as w
 
 _TILE = 64
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 _PARTS = 2  # Buffers of half a tile's latents.
+# Halves and parts of both tiles' latents, in the order in which the last pair's buffers become free.
+_ORDER = (((0, 0), (0, 1), (1, 0), (1, 1)), ((1, 0), (0, 0), (1, 1), (0, 1)))
+_SLACK = 8.0  # Binary orders of magnitude.
 _COPIES = 8  # Of a row's logarithm: a sector of 32 bytes.
 
 
@@ -70,7 +80,7 @@ def tree_mla_hopper(
     split.check(query_BTHW, cache_BSW, num_latent, 8)
     query_BnW = query_BTHW.reshape(batch, num_nodes * heads, width)
     query_BnW = jnp.pad(query_BnW, ((0, 0), (0, -query_BnW.shape[1] % 8), (0, 0)))
-    rows_BTW = jnp.pad(rows_BTW, ((0, 0), (0, -num_nodes % 8), (0, 0)))
+    rows_BTW = jnp.pad(_keep_finite(rows_BTW, num_latent), ((0, 0), (0, -num_nodes % _TILE), (0, 0)))
     words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _TILE)
     part_BnsC, lse_Bnsc = _attend_splits(
         query_BnW, cache_BSW, rows_BTW, length_B, words_Bwn, num_latent, scale, config, interpret
@@ -80,12 +90,55 @@ def tree_mla_hopper(
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
 
 
+def _keep_finite(rows_BTW: Array, num_latent: int) -> Array:
+    """Values are finite; of a row that was not, the rotary part is NaN, so that who sees it gets NaN, and nobody else."""
+    is_finite_BT1 = jnp.all(jnp.isfinite(rows_BTW), axis=-1, keepdims=True)
+    is_value_W = jnp.arange(rows_BTW.shape[-1]) < num_latent
+    return jnp.where(is_finite_BT1, rows_BTW, jnp.where(is_value_W, 0, jnp.nan).astype(rows_BTW.dtype))
+
+
 def _swizzled(*shape: int):
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 def _spread(row, shape):
     return lax.broadcast_in_dim(row, shape, [0])
+
+
+def _zeros(shape, layout):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def _store_weights(weights_ref, top_ref, weights, top):
+    """Both at once; Pallas' own stores, one after the other, would take three more barriers."""
+    tiled = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+    @plgpu.inline_mgpu(arg_types=(tiled, w.REF, _WGMMA, _ROW))
+    def store(_, weights_ref, top_ref, weights, top):
+        # This warp's scores are done, but products of the others may still read what lies there.
+        mgpu.utils.warpgroup_barrier()
+        weights.store_tiled(weights_ref, swizzle=128)
+        top.store_untiled(top_ref, optimized=False)
+
+    store(weights_ref, top_ref, weights, top)
+
+
+def _any_in_warp(moved):
+    """Whether it is true of any of the warp's rows."""
+
+    @w.inline(0, 0, (_ROW,), plgpu.ShapeDtypeStruct((), jnp.int32, layout=w.SCALAR))
+    def call(moved):
+        flags = [arith.extui(w.i32(), *w.elements(register, 1)) for register in moved.registers.flat]
+        seen = mgpu.utils.inline_ptx(
+            "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }",
+            functools.reduce(arith.ori, flags),
+            result_types=w.i32(),
+            has_side_effects=True,
+            convergent=True,
+        )
+        return mgpu.FragmentedArray.splat(seen, (), is_signed=True)
+
+    return call(moved) != 0
 
 
 def _attend_splits(
@@ -105,12 +158,15 @@ def _attend_splits(
     half, rotary = num_latent // 2, width - num_latent
     part = half // _PARTS
     row_tiles, tree_tiles = pl.cdiv(num_rows, _TILE), pl.cdiv(num_nodes, _TILE)
-    rows_a_tile, nodes_a_tile = min(num_rows, _TILE), min(num_nodes, _TILE)
+    rows_a_tile = min(num_rows, _TILE)
     splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], _TILE, config.num_sms)
     factor = scale * math.log2(math.e)
 
     def columns(h, a):
         return pl.ds(h * half + a * part, part)
+
+    def buffer(t, h, a):
+        return 2 * _PARTS * t + _PARTS * h + a
 
     def body(
         query_g, cache_g, tree_g, length_g, words_g, out_g, lse_g,
@@ -147,179 +203,228 @@ def _attend_splits(
 
                     @pl.when(tile < prefix_tiles)
                     def _():
-                        plgpu.copy_gmem_to_smem(cache_g.at[b, pl.ds(tile * _TILE, _TILE), at_columns], into, ready)
+                        source = cache_g.at[b, pl.ds(tile * _TILE, _TILE), at_columns]
+                        plgpu.copy_gmem_to_smem(source, into, ready)
 
                     @pl.when(tile >= prefix_tiles)
                     def _():
-                        start = (tile - prefix_tiles) * _TILE
-                        plgpu.copy_gmem_to_smem(
-                            tree_g.at[b, pl.ds(start, nodes_a_tile), at_columns],
-                            into.at[pl.ds(0, nodes_a_tile)],
-                            ready,
-                        )
+                        source = tree_g.at[b, pl.ds((tile - prefix_tiles) * _TILE, _TILE), at_columns]
+                        plgpu.copy_gmem_to_smem(source, into, ready)
 
             @pl.loop(0, pairs)
             def _(i):
-                # In the order in which the last pair's buffers become free.
-                def fetch_latent(t, h, a):
-                    number = 2 * _PARTS * t + _PARTS * h + a
-                    fetch(i, t, columns(h, a), latent_s.at[t, h, a], latent_bar.at[number], latent_free.at[number])
-
-                for a in range(_PARTS):
-                    for t in range(2):
-                        fetch_latent(t, t, a)
-                for t in range(2):
+                for t, order in enumerate(_ORDER):
+                    for h, a in order:
+                        number = buffer(t, h, a)
+                        fetch(i, t, columns(h, a), latent_s.at[t, h, a], latent_bar.at[number], latent_free.at[number])
                     fetch(i, t, pl.ds(num_latent, rotary), rotary_s.at[t], rotary_bar.at[t], rotary_free.at[t])
-                for a in range(_PARTS):
-                    for t in range(2):
-                        fetch_latent(t, 1 - t, a)
 
-        @pl.when((warpgroup < 2) & (count > 0))
-        def _():
-            plgpu.set_max_registers(config.compute_registers, action="increase")
+        def is_cut(tile):
+            return (tile < prefix_tiles) & (length - tile * _TILE < _TILE)
+
+        def load_words(tree_tile):
+            at_words = (words_g.at[b, 2 * tree_tile + i, all_rows] for i in range(2))
+            return [plgpu.load(ref, layout=_ROW, optimized=False) for ref in at_words]
+
+        def mask(x, tile, early_words):
             column = plgpu.broadcasted_iota(jnp.int32, (_TILE, _TILE), 1, layout=_WGMMA)
 
-            def load_words(tree_tile):
-                at_words = (words_g.at[b, 2 * tree_tile + w, all_rows] for w in range(2))
-                return [plgpu.load(ref, layout=_ROW, optimized=False) for ref in at_words]
+            def tree(x):
+                words = early_words or load_words(tile - prefix_tiles)
+                word = jnp.where(column < split.WORD, *(_spread(word, x.shape) for word in words))
+                bit = lax.shift_right_logical(word, column & (split.WORD - 1)) & 1
+                return jnp.where(bit != 0, x, -jnp.inf)
 
+            def tail(x):
+                return jnp.where(column < length - tile * _TILE, x, -jnp.inf)
+
+            def cut(x):
+                return lax.cond(tile >= prefix_tiles, tree, tail, x)
+
+            return lax.cond((tile >= prefix_tiles) | is_cut(tile), cut, lambda x: x, x)
+
+        def make_finite(tile, t, h):
+            """Slots behind the length may hold anything, and a weight of zero times NaN would be NaN."""
+
+            @pl.when(is_cut(tile))
+            def _():
+                @pl.loop(0, half // 64)
+                def _(c):
+                    a, offset = lax.div(c, jnp.int32(part // 64)), lax.rem(c, jnp.int32(part // 64)) * 64
+                    ref = latent_s.at[t, h, a, :, pl.ds(offset, 64)]
+                    value = plgpu.load(ref, layout=_WGMMA)
+                    is_finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
+                    ref[...] = jnp.where(is_finite, value, jnp.bfloat16(0))
+
+                plgpu.commit_smem()
+
+        def score(t, which):
+            """Scores of tile t; its parts are taken as they arrive."""
+
+            def multiply(ref):
+                for h, a in _ORDER[t]:
+                    plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
+                    plgpu.wgmma(ref, query_s.at[which[h], a], latent_s.at[which[t], h, a].transpose((1, 0)))
+                plgpu.barrier_wait(rotary_bar.at[t])
+                plgpu.wgmma(ref, query_rotary_s, rotary_s.at[which[t]].transpose((1, 0)))
+                # A little early, so that the tensor cores never wait for the peer's next products.
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(scored_bar.at[t])
+                return ref[...]
+
+            return pl.run_scoped(multiply, plgpu.ACC((_TILE, _TILE), jnp.float32))
+
+        def weigh(x, top, t):
+            """Weights of tile t by a reference that moves only if a maximum is far above it; both go to the peer as well."""
+            highest = x.max(axis=1) * factor
+            new_top = jnp.where(highest > top + _SLACK, highest, top)
+            weights = jnp.exp2(x * factor - _spread(new_top, x.shape))
+            rounded = weights.astype(jnp.bfloat16)
+            if interpret is None:
+                _store_weights(rotary_s.at[t], top_s.at[t], rounded, new_top)
+            else:
+                rotary_s[t] = rounded
+                top_s[t] = new_top
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(weights_bar.at[t])
+            return rounded, new_top, weights.sum(axis=1)
+
+        def receive(tile, t, h):
+            """Waits for the peer's weights of tile t; returns their reference."""
+            for a in range(_PARTS):
+                plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
+            plgpu.barrier_wait(weights_bar.at[t])
+            make_finite(tile, t, h)
+            return plgpu.load(top_s.at[t], layout=_ROW)
+
+        def rescale(acc, total_weight, top, new_top, has_sums=True):
+            def multiply(acc, total_weight):
+                alpha = jnp.exp2(top - new_top)
+                return [x * _spread(alpha, x.shape) for x in acc], total_weight * alpha
+
+            has_moved = _any_in_warp(top != new_top) if interpret is None else jnp.any(top != new_top)
+            return lax.cond(has_moved & has_sums, multiply, lambda *same: same, acc, total_weight)
+
+        def add_values(acc, t, h, which, own_weights=None, meanwhile=lambda: [], results=()):
+            """Adds the weighted values, the peer's unless own weights are given; a buffer is free once multiplied."""
+
+            def add(multiply, wait):
+                weights = rotary_s.at[which[t]] if own_weights is None else own_weights
+                for a in range(_PARTS):
+                    multiply(a, weights)
+                results = meanwhile()
+                for a in range(_PARTS):
+                    wait(_PARTS - 1 - a)
+                    plgpu.barrier_arrive(latent_free.at[buffer(t, h, a)])
+                return results
+
+            if interpret is not None:
+                acc = list(acc)
+
+                def multiply(a, weights):
+                    acc[a] += jnp.dot(weights[...], latent_s[t, h, a], preferred_element_type=jnp.float32)
+
+                return acc, add(multiply, lambda n: None)
+
+            def run(refs):
+                acc_refs, result_refs = refs
+
+                def multiply(a, weights):
+                    plgpu.wgmma(acc_refs[a], weights, latent_s.at[which[t], h, a])
+
+                values = add(multiply, plgpu.wgmma_wait)
+                for ref, value in zip(result_refs, values, strict=True):
+                    ref[...] = value
+
+            return pl.run_state(run)(([plgpu.ACC.init(x) for x in acc], list(results)))
+
+        def add_pair_left(i, carry, early_words):
+            acc, top, total_weight = carry
+            tile, which = first + 2 * i, indices(i)
+            x = mask(score(0, which), tile, early_words)
+            rounded, new_top, sums = weigh(x, top, 0)
+            pl.when(2 * i + 1 < count)(lambda: plgpu.barrier_wait(scored_bar.at[1]))
+            make_finite(tile, 0, 0)
+            acc, total_weight = rescale(acc, total_weight, top, new_top, i > 0)
+            acc, _ = add_values(acc, 0, 0, which, rounded)
+
+            def add_peer(acc, top, total_weight):
+                new_top = receive(tile + 1, 1, 0)
+                acc, total_weight = rescale(acc, total_weight, top, new_top)
+                acc, _ = add_values(acc, 1, 0, which)
+                plgpu.barrier_arrive(rotary_free.at[1])
+                return acc, new_top, total_weight
+
+            carry = acc, new_top, total_weight + sums
+            return lax.cond(2 * i + 1 < count, add_peer, lambda *same: same, *carry)
+
+        def add_pair_right(i, carry, early_words):
+            tile, which = first + 2 * i + 1, indices(i)
+            # The tensor cores do one thing at a time, so that one warpgroup's softmax is over when the other's products are.
+            plgpu.barrier_wait(scored_bar.at[0])
+
+            def add_peer(acc, top, total_weight, *meanwhile):
+                new_top = receive(tile - 1, 0, 1)
+                acc, total_weight = rescale(acc, total_weight, top, new_top, i > 0)
+                acc, results = add_values(acc, 0, 1, which, None, *meanwhile)
+                plgpu.barrier_arrive(rotary_free.at[0])
+                return acc, new_top, total_weight, results
+
+            def add_both(acc, top, total_weight):
+                x = mask(score(1, which), tile, early_words)
+
+                def weigh_own():
+                    return weigh(x, plgpu.load(top_s.at[0], layout=_ROW), 1)
+
+                row = _zeros((_TILE,), _ROW)
+                empty = [_zeros((_TILE, _TILE), _WGMMA).astype(jnp.bfloat16), row, row]
+                acc, top, total_weight, results = add_peer(acc, top, total_weight, weigh_own, empty)
+                rounded, new_top, sums = results
+                make_finite(tile, 1, 1)
+                acc, total_weight = rescale(acc, total_weight, top, new_top)
+                acc, _ = add_values(acc, 1, 1, which, rounded)
+                return acc, new_top, total_weight + sums
+
+            def add_left(*carry):
+                return add_peer(*carry)[:3]
+
+            return lax.cond(2 * i + 1 < count, add_both, add_left, *carry)
+
+        def indices(i):
+            # Always 0 and 1, but ptxas must not know: it would compute all operand descriptors before the loop and spill
+            # more than a hundred registers for them.
+            zero = i & lax.shift_right_logical(length, jnp.int32(31))
+            return zero, zero + 1
+
+        def compute(add_pair, h):
+            plgpu.set_max_registers(config.compute_registers, action="increase")
             # Early, since they come from device memory. Prefill has too many to keep.
             early_words = load_words(0) if tree_tiles == 1 else None
             plgpu.barrier_wait(query_bar)
+            row = _zeros((_TILE,), _ROW)
+            carry = [_zeros((_TILE, part), _WGMMA) for _ in range(_PARTS)], row + split.LOWEST, row
+            add_pair = functools.partial(add_pair, early_words=early_words)
+            acc, top, total_weight = lax.fori_loop(0, pairs, add_pair, carry)
 
-            def is_ragged(tile):
-                return (tile >= prefix_tiles) | (length - tile * _TILE < _TILE)
-
-            def mask(x, tile):
-                def tree(x):
-                    words = early_words or load_words(tile - prefix_tiles)
-                    word = jnp.where(column < split.WORD, *(_spread(w, x.shape) for w in words))
-                    bit = lax.shift_right_logical(word, column & (split.WORD - 1)) & 1
-                    return jnp.where(bit != 0, x, -jnp.inf)
-
-                def tail(x):
-                    return jnp.where(column < length - tile * _TILE, x, -jnp.inf)
-
-                def ragged(x):
-                    return lax.cond(tile >= prefix_tiles, tree, tail, x)
-
-                return lax.cond(is_ragged(tile), ragged, lambda x: x, x)
-
-            def make_finite(tile, t, h):
-                @pl.when(is_ragged(tile))
-                def _():
-                    @pl.loop(0, half // 64)
-                    def _(c):
-                        a, offset = lax.div(c, jnp.int32(part // 64)), lax.rem(c, jnp.int32(part // 64)) * 64
-                        ref = latent_s.at[t, h, a, :, pl.ds(offset, 64)]
-                        value = plgpu.load(ref, layout=_WGMMA)
-                        is_finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
-                        ref[...] = jnp.where(is_finite, value, jnp.bfloat16(0))
-
-                    plgpu.commit_smem()
-
-            def add_values(acc, alpha, weights, t, h):
-                """Adds the weighted values; a buffer is free as soon as it has been multiplied."""
-                acc = [x * _spread(alpha, x.shape) for x in acc]
-                free = [latent_free.at[2 * _PARTS * t + _PARTS * h + a] for a in range(_PARTS)]
-                if interpret is not None:
-                    for a, bar in enumerate(free):
-                        acc[a] += jnp.dot(weights, latent_s[t, h, a], preferred_element_type=jnp.float32)
-                        plgpu.barrier_arrive(bar)
-                    return acc
-
-                def multiply(refs):
-                    for a, ref in enumerate(refs):
-                        plgpu.wgmma(ref, weights, latent_s.at[t, h, a])
-                    for a, bar in enumerate(free):
-                        plgpu.wgmma_wait(_PARTS - 1 - a)
-                        plgpu.barrier_arrive(bar)
-
-                return pl.run_state(multiply)([plgpu.ACC.init(x) for x in acc])
-
-            def add_own(carry, tile, own, peer):
-                acc, top, total_weight = carry
-
-                def score(ref):
-                    def score_half(h):
-                        for a in range(_PARTS):
-                            plgpu.barrier_wait(latent_bar.at[2 * _PARTS * own + _PARTS * h + a])
-                            plgpu.wgmma(ref, query_s.at[h, a], latent_s.at[own, h, a].transpose((1, 0)))
-
-                    score_half(own)
-                    plgpu.barrier_wait(rotary_bar.at[own])
-                    plgpu.wgmma(ref, query_rotary_s, rotary_s.at[own].transpose((1, 0)))
-                    score_half(peer)
-                    return ref[...]
-
-                x = pl.run_scoped(score, plgpu.ACC((_TILE, _TILE), jnp.float32))
-                plgpu.barrier_arrive(scored_bar.at[own])
-                x = mask(x, tile)
-                new_top = jnp.maximum(top, x.max(axis=1) * factor)
-                weights = jnp.exp2(x * factor - _spread(new_top, x.shape))
-                rounded = weights.astype(jnp.bfloat16)
-                rotary_s[own] = rounded
-                top_s[own] = new_top
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(weights_bar.at[own])
-                make_finite(tile, own, own)
-                alpha = jnp.exp2(top - new_top)
-                total_weight = total_weight * alpha + weights.sum(axis=1)
-                return add_values(acc, alpha, rounded, own, own), new_top, total_weight
-
-            def add_peer(carry, tile, own, peer):
-                acc, top, total_weight = carry
-                for a in range(_PARTS):
-                    plgpu.barrier_wait(latent_bar.at[2 * _PARTS * peer + _PARTS * own + a])
-                plgpu.barrier_wait(scored_bar.at[peer])
-                make_finite(tile, peer, own)
-                plgpu.barrier_wait(weights_bar.at[peer])
-                weights = plgpu.load(rotary_s.at[peer], layout=_WGMMA)
-                peer_top = plgpu.load(top_s.at[peer], layout=_ROW)
-                plgpu.barrier_arrive(rotary_free.at[peer])
-                new_top = jnp.maximum(top, peer_top)
-                alpha = jnp.exp2(top - new_top)
-                rescaled = weights.astype(jnp.float32) * _spread(jnp.exp2(peer_top - new_top), weights.shape)
-                acc = add_values(acc, alpha, rescaled.astype(jnp.bfloat16), peer, own)
-                return acc, new_top, total_weight * alpha
-
-            def add_pair(i, carry):
-                # Always the warpgroup's number, but ptxas must not know: it would compute all operand descriptors
-                # before the loop and spill more than a hundred registers for them.
-                own = warpgroup ^ (i & lax.shift_right_logical(length, jnp.int32(31)))
-                peer = 1 - own
-                for add, t in ((add_own, own), (add_peer, peer)):
-                    step = functools.partial(add, tile=first + 2 * i + t, own=own, peer=peer)
-                    carry = lax.cond(2 * i + t < count, step, lambda carry: carry, carry)
-                return carry
-
-            zeros = plgpu.layout_cast(jnp.zeros((_TILE,), jnp.float32), _ROW)
-            acc = [plgpu.layout_cast(jnp.zeros((_TILE, part), jnp.float32), _WGMMA) for _ in range(_PARTS)]
-            acc, top, total_weight = lax.fori_loop(0, pairs, add_pair, (acc, zeros + split.LOWEST, zeros))
-
-            sum_s[warpgroup] = total_weight
+            sum_s[h] = total_weight
             plgpu.barrier_arrive(done_bar)
             plgpu.barrier_wait(done_bar)
-            total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - warpgroup], layout=_ROW), 1e-30)
+            total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - h], layout=_ROW), 1e-30)
             for a in range(_PARTS):
-                query_s[warpgroup, a] = (acc[a] * _spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
-
-            @pl.when(warpgroup == 0)
-            def _():
+                query_s[h, a] = (acc[a] * _spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
+            if h == 0:
                 lse = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
                 lse_s[...] = _spread(lse, lse_s.shape)
-
             plgpu.commit_smem()
             for a in range(_PARTS):
-                plgpu.copy_smem_to_gmem(
-                    query_s.at[warpgroup, a, pl.ds(0, rows_a_tile)], out_g.at[b, at_rows, s, columns(warpgroup, a)]
-                )
-
-            @pl.when(warpgroup == 0)
-            def _():
+                filled = query_s.at[h, a, pl.ds(0, rows_a_tile)]
+                plgpu.copy_smem_to_gmem(filled, out_g.at[b, at_rows, s, columns(h, a)])
+            if h == 0:
                 plgpu.copy_smem_to_gmem(lse_s.at[pl.ds(0, rows_a_tile)], lse_g.at[b, at_rows, s])
-
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.when((warpgroup == 0) & (count > 0))(lambda: compute(add_pair_left, 0))
+        pl.when((warpgroup == 1) & (count > 0))(lambda: compute(add_pair_right, 1))
 
     kernel = plgpu.kernel(
         body,

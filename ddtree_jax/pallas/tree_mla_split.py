@@ -24,7 +24,7 @@ LATENTS, ROTARY = (256, 512), 64
 """Widths that the tiles are made for."""
 
 WORD = 32
-_WARPGROUPS = 8
+_WARPGROUPS, _SPLITS_A_GROUP = 8, 16
 _LOADS_IN_FLIGHT = 20
 
 
@@ -89,7 +89,7 @@ def combine(
     batch, rows, splits, width = part_BnsC.shape
     if splits == 1:
         return part_BnsC[:, :, 0].astype(jnp.bfloat16)
-    groups = min(_WARPGROUPS, pl.cdiv(splits, _WARPGROUPS)) if barriers else 1
+    groups = min(_WARPGROUPS, pl.cdiv(splits, _SPLITS_A_GROUP)) if barriers else 1
     share = pl.cdiv(splits, groups)
     chunks = pl.cdiv(share, _LOADS_IN_FLIGHT)
     chunk = pl.cdiv(share, chunks)
