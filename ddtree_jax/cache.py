@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from ddtree_jax.pallas import simt
+from ddtree_jax.pallas.commit import commit_rows
+
 Cache = Any
 """A tree of arrays [B, S, ...]; the matching tree of rows has [B, T, ...]."""
 
@@ -39,3 +42,19 @@ def take_rows(rows: Cache, index_BT: Int32[Array, "B T"]) -> Cache:
         return jnp.take_along_axis(new, index, axis=1)
 
     return jax.tree.map(take, rows)
+
+
+def commit(
+    cache: Cache, rows: Cache, index_BT: Int32[Array, "B T"], length_B: Int32[Array, "B"], count_B: Int32[Array, "B"]
+) -> Cache:
+    """Writes rows ``index_BT`` of each sequence as `append` does: the first ``count_B`` of them behind its length."""
+    slots, treedef = jax.tree.flatten(cache)
+
+    def by_kernel(slots: list[Array], rows: list[Array], *numbers: Array) -> list[Array]:
+        return commit_rows(slots, rows, *numbers)
+
+    def by_reference(slots: list[Array], rows: list[Array], index_BT: Array, *numbers: Array) -> list[Array]:
+        return append(slots, take_rows(rows, index_BT), *numbers)
+
+    updated = simt.choose(by_kernel, by_reference, slots, jax.tree.leaves(rows), index_BT, length_B, count_B)
+    return jax.tree.unflatten(treedef, updated)

@@ -15,7 +15,7 @@ from ddtree_jax import penalties
 from ddtree_jax import sampling as sampling_lib
 from ddtree_jax import tree as tree_lib
 from ddtree_jax.arguments import is_integer, shown
-from ddtree_jax.cache import Cache, append, take_rows
+from ddtree_jax.cache import Cache, append, commit, take_rows
 from ddtree_jax.sampling_params import MAX_TOP_LOGPROBS, SamplingArrays
 from ddtree_jax.tree import Tree
 
@@ -310,8 +310,7 @@ def draft_tree(models: Models, state: State, plan: Plan, budget: Int32[Array, ""
             models, state.root_B, state.length_B, state.drafter_cache, plan.depth, plan.mask_token_id
         )
     with jax.named_scope("expand"):
-        token_BLK, logp_BLK = sampling_lib.best(logits_BLV, plan.num_candidates)
-        return tree_lib.expand(state.root_B, token_BLK, logp_BLK, budget, plan.num_nodes)
+        return tree_lib.grow(state.root_B, logits_BLV, budget, plan.num_nodes, plan.num_candidates)
 
 
 def decode_round(models: Models, state: State, sampling: SamplingArrays, plan: Plan, budget: Int32[Array, ""]) -> State:
@@ -363,11 +362,12 @@ def _commit(models: Models, state: State, plan: Plan, out: Any, path_BT: Array, 
         features_BTY = take_rows(out.features_BTY, path_BT)
         positions_BT = state.length_B[:, None] + jnp.arange(plan.depth + 1, dtype=jnp.int32)[None]
         rows = models.drafter.context(features_BTY, positions_BT)
-        drafter_cache = append(drafter_cache, rows, state.length_B, accepted_B)
+        in_order_BT = jnp.broadcast_to(jnp.arange(plan.depth + 1, dtype=jnp.int32)[None], path_BT.shape)
+        drafter_cache = commit(drafter_cache, rows, in_order_BT, state.length_B, accepted_B)
     is_active_B = (accepted_B > 0).astype(jnp.int32)
     return replace(
         state,
-        target_cache=append(state.target_cache, take_rows(out.rows, path_BT), state.length_B, accepted_B),
+        target_cache=commit(state.target_cache, out.rows, path_BT, state.length_B, accepted_B),
         drafter_cache=drafter_cache,
         length_B=state.length_B + accepted_B,
         accepted_BM=append(state.accepted_BM, accepted_B[:, None], state.num_rounds_B, is_active_B),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from ddtree_jax.pallas import sample, simt
 from ddtree_jax.sampling_params import SamplingArrays
 
 
@@ -49,17 +50,27 @@ def _first_order(holds: Callable[[Array], Array]) -> Int32[Array, ""]:
         is_above = holds(middle)
         return jnp.where(is_above, low, middle + 1), jnp.where(is_above, middle, high)
 
-    return jax.lax.fori_loop(0, 32, halve, (jnp.int32(-(2**31)), jnp.int32(2**31 - 1)))[1]
+    # Unrolled: a GPU's graphs take in no loops by default, and this one would cut the round's graph in three.
+    bounds = jnp.int32(-(2**31)), jnp.int32(2**31 - 1)
+    return jax.lax.fori_loop(0, 32, halve, bounds, unroll=True)[1]
 
 
 def noise(sampling: SamplingArrays, position_BT: Int32[Array, "B T"], vocab_size: int) -> Float[Array, "B T V"]:
     """Gumbel noise for the tokens at absolute positions ``position_BT``."""
 
-    def draw(seed: Array, sequence: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), position)
+    def draw(key: Array) -> Array:
         return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 
-    along_positions = jax.vmap(draw, in_axes=(None, None, 0))
+    return jax.vmap(jax.vmap(draw))(noise_keys(sampling, position_BT))
+
+
+def noise_keys(sampling: SamplingArrays, position_BT: Int32[Array, "B T"]) -> Array:
+    """Random keys [B, T]; the noise of a token is a function of its sequence's seed and number and of its position."""
+
+    def of_position(seed: Array, sequence: Array, position: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), position)
+
+    along_positions = jax.vmap(of_position, in_axes=(None, None, 0))
     return jax.vmap(along_positions)(sampling.seed_B, sampling.sequence_B, position_BT)
 
 
@@ -79,28 +90,78 @@ def draw(
       num_tokens_B: how many tokens each sequence has emitted; the token behind depth d would be number ``num_tokens_B + d``.
     """
     logits_BNV = _without_stops(logits_BNV, num_tokens_B[:, None] + depth_BN, sampling)
-    greedy_BN = jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32)
+    greedy_BN = simt.choose(_best_by_kernels, lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32), logits_BNV)
 
     def with_noise() -> Array:
-        vocab_size = logits_BNV.shape[-1]
-        temperature_B = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
-        # The best logit at 0, so that the smallest temperature overflows toward greedy decoding and not to NaN.
-        above_BNV = logits_BNV - jnp.max(logits_BNV, axis=-1, keepdims=True)
-        scaled_BNV = above_BNV / temperature_B[:, None, None]
-        is_filtered = (sampling.top_k_B > 0) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)
-        over_nodes = jax.vmap(filtered, in_axes=(0, None, None, None))
-        scaled_BNV = jax.lax.cond(
-            jnp.any(is_filtered),
-            lambda: jax.vmap(over_nodes)(scaled_BNV, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B),
-            lambda: scaled_BNV,
-        )
         position_BT = length_B[:, None] + 1 + jnp.arange(num_depths, dtype=jnp.int32)[None]
-        noise_BTV = noise(sampling, position_BT, vocab_size)
-        noisy_BNV = scaled_BNV + jnp.take_along_axis(noise_BTV, depth_BN[..., None], axis=1)
-        sampled_BN = jnp.argmax(noisy_BNV, axis=-1).astype(jnp.int32)
+        arrays = logits_BNV, depth_BN, position_BT, sampling
+        sampled_BN = simt.choose(_sample_by_kernels, sample_reference, *arrays)
         return jnp.where(sampling.temperature_B[:, None] > 0, sampled_BN, greedy_BN)
 
     return jax.lax.cond(jnp.any(sampling.temperature_B > 0), with_noise, lambda: greedy_BN)
+
+
+def _best_by_kernels(logits_BNV: Array) -> Int32[Array, "B N"]:
+    token_R = sample.merge_greedy(sample.best_of_pieces(logits_BNV, jnp.int32(0)))
+    return token_R.reshape(logits_BNV.shape[:2])
+
+
+def _sample_by_kernels(
+    logits_BNV: Array, depth_BN: Array, position_BT: Array, sampling: SamplingArrays
+) -> Int32[Array, "B N"]:
+    """`sample_reference` by the kernels; by itself where the kernels cannot know the draw."""
+    vocab_size = logits_BNV.shape[-1]
+    filters = sample.Filters(
+        _temperature(sampling),
+        sampling.top_k_B,
+        sampling.top_p_B,
+        sampling.min_p_B,
+    )
+    key_BT2 = jax.random.key_data(noise_keys(sampling, position_BT))
+
+    def with_filters() -> Array:
+        sums = sample.add_up_pieces(logits_BNV, filters, jnp.int32(0))
+        lists = sample.collect_pieces(logits_BNV, sums, filters, jnp.int32(0), vocab_size)
+        token_BN = sample.draw_tokens(sums, lists, filters, depth_BN, key_BT2, vocab_size)
+        is_unknown_BN = (token_BN < 0) & (sampling.temperature_B[:, None] > 0)
+        return jax.lax.cond(
+            jnp.any(is_unknown_BN),
+            lambda: sample_reference(logits_BNV, depth_BN, position_BT, sampling),
+            lambda: token_BN,
+        )
+
+    def without() -> Array:
+        best = sample.best_of_pieces(logits_BNV, jnp.int32(0))
+        noisy = sample.perturb_pieces(logits_BNV, best, filters, depth_BN, key_BT2, jnp.int32(0))
+        return sample.merge_greedy(noisy).reshape(depth_BN.shape)
+
+    return jax.lax.cond(jnp.any((sampling.top_k_B > 0) | (sampling.top_p_B < 1)), with_filters, without)
+
+
+def _temperature(sampling: SamplingArrays) -> Float[Array, "B"]:
+    return jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
+
+
+def sample_reference(
+    logits_BNV: Float[Array, "B N V"],
+    depth_BN: Int32[Array, "B N"],
+    position_BT: Int32[Array, "B T"],
+    sampling: SamplingArrays,
+) -> Int32[Array, "B N"]:
+    """Draws with noise, in plain JAX; a token behind depth d gets the noise of position ``position_BT[:, d]``."""
+    # The best logit at 0, so that the smallest temperature overflows toward greedy decoding and not to NaN.
+    above_BNV = logits_BNV - jnp.max(logits_BNV, axis=-1, keepdims=True)
+    scaled_BNV = above_BNV / _temperature(sampling)[:, None, None]
+    is_filtered = (sampling.top_k_B > 0) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)
+    over_nodes = jax.vmap(filtered, in_axes=(0, None, None, None))
+    scaled_BNV = jax.lax.cond(
+        jnp.any(is_filtered),
+        lambda: jax.vmap(over_nodes)(scaled_BNV, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B),
+        lambda: scaled_BNV,
+    )
+    noise_BTV = noise(sampling, position_BT, logits_BNV.shape[-1])
+    noisy_BNV = scaled_BNV + jnp.take_along_axis(noise_BTV, depth_BN[..., None], axis=1)
+    return jnp.argmax(noisy_BNV, axis=-1).astype(jnp.int32)
 
 
 def _without_stops(logits_BNV: Array, number_BN: Array, sampling: SamplingArrays) -> Array:

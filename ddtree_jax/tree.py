@@ -9,11 +9,14 @@
          2   5   4      depth 2       visible[5] = {0, 1, 5}
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
+
+from ddtree_jax.pallas import commit, simt, tree_expand
 
 # Stands for a log-probability of -inf, so that sums stay ordered and finite.
 _IMPOSSIBLE = -1e30
@@ -47,6 +50,27 @@ def root_only(root_B: Int32[Array, "B"]) -> Tree:
     )
 
 
+def grow(
+    root_B: Int32[Array, "B"],
+    logits_BLV: Float[Array, "B L V"],
+    budget: Int32[Array, ""],
+    num_nodes: int,
+    num_candidates: int,
+) -> Tree:
+    """The tree of a draft's logits: `expand` on the ``num_candidates`` best tokens of each row."""
+
+    def by_kernels(root_B: Array, logits_BLV: Array, budget: Array) -> Tree:
+        candidates = tree_expand.top_candidates(logits_BLV, num_candidates, jnp.int32(0))
+        return _of_kernel(root_B, candidates, budget, num_nodes)
+
+    def by_reference(root_B: Array, logits_BLV: Array, budget: Array) -> Tree:
+        top_BLK, token_BLK = jax.lax.top_k(jnp.where(logits_BLV == 0, 0.0, logits_BLV), num_candidates)
+        logp_BLK = top_BLK - jax.nn.logsumexp(logits_BLV, axis=-1, keepdims=True)
+        return expand_reference(root_B, token_BLK, logp_BLK, budget, num_nodes)
+
+    return simt.choose(by_kernels, by_reference, root_B, logits_BLV, budget)
+
+
 def expand(
     root_B: Int32[Array, "B"],
     token_BLK: Int32[Array, "B L K"],
@@ -60,6 +84,37 @@ def expand(
     without rounding, equal ones go by rank path. With one candidate a depth this is a chain. ``budget`` may be traced, at
     most ``num_nodes - 1``; where the candidates give fewer prefixes, the tree is smaller.
     """
+
+    def by_kernel(root_B: Array, token_BLK: Array, logp_BLK: Array, budget: Array) -> Tree:
+        lse_BLC = jnp.zeros((*logp_BLK.shape[:2], 1), jnp.float32)
+        candidates = tree_expand.Candidates(logp_BLK[:, :, None], token_BLK[:, :, None], lse_BLC)
+        return _of_kernel(root_B, candidates, budget, num_nodes)
+
+    reference = functools.partial(expand_reference, num_nodes=num_nodes)
+    return simt.choose(by_kernel, reference, root_B, token_BLK, logp_BLK, budget)
+
+
+def _of_kernel(root_B: Array, candidates: tree_expand.Candidates, budget: Array, num_nodes: int) -> Tree:
+    out = tree_expand.expand_tree(root_B, jnp.zeros_like(root_B), candidates, budget, num_nodes)
+    node_N = jnp.arange(num_nodes, dtype=jnp.int32)
+    bits_BNn = jax.lax.shift_right_logical(out.visible_BNw[:, :, node_N // 32], (node_N % 32)[None, None])
+    return Tree(
+        token_BN=out.token_BN,
+        parent_BN=out.parent_BN,
+        depth_BN=out.depth_BN,
+        count_B=out.count_B,
+        visible_BNn=(bits_BNn & 1) != 0,
+    )
+
+
+def expand_reference(
+    root_B: Int32[Array, "B"],
+    token_BLK: Int32[Array, "B L K"],
+    logp_BLK: Float[Array, "B L K"],
+    budget: Int32[Array, ""],
+    num_nodes: int,
+) -> Tree:
+    """`expand` in plain JAX."""
     token_BN, parent_BN, depth_BN, count_B = jax.vmap(_expand_sequence, in_axes=(0, 0, 0, None, None))(
         root_B, token_BLK, logp_BLK, budget, num_nodes
     )
@@ -82,7 +137,8 @@ def _expand_sequence(
     """
     depth, num_candidates = logp_LK.shape
     limit = num_nodes - 1
-    logp_LK = jnp.maximum(logp_LK, _IMPOSSIBLE)
+    # A row without any possible token has the logarithm of 0 / 0.
+    logp_LK = jnp.maximum(jnp.where(jnp.isnan(logp_LK), -jnp.inf, logp_LK), _IMPOSSIBLE)
     high, low = jnp.zeros(1), jnp.zeros(1)
     path = [jnp.full(1, -1, jnp.int32) for _ in range(depth)]
     levels, offset, parent_offset = [], 0, -1
@@ -152,6 +208,17 @@ def walk(tree: Tree, drawn_BN: Int32[Array, "B N"], depth: int) -> tuple[Int32[A
     Returns:
       Its node numbers, root first, in ``depth + 1`` places, and how many of them count (at least 1).
     """
+
+    def by_kernel(tree: Tree, drawn_BN: Array) -> tuple[Array, Array]:
+        return commit.accept_path(tree.token_BN, tree.parent_BN, tree.depth_BN, tree.count_B, drawn_BN, depth)
+
+    return simt.choose(by_kernel, functools.partial(walk_reference, depth=depth), tree, drawn_BN)
+
+
+def walk_reference(
+    tree: Tree, drawn_BN: Int32[Array, "B N"], depth: int
+) -> tuple[Int32[Array, "B T"], Int32[Array, "B"]]:
+    """`walk` in plain JAX."""
     node_BN = jnp.broadcast_to(jnp.arange(tree.token_BN.shape[1], dtype=jnp.int32), tree.token_BN.shape)
     drawn_at_parent_BN = jnp.take_along_axis(drawn_BN, tree.parent_BN, axis=1)
     is_root_BN = node_BN == 0

@@ -4,6 +4,9 @@
 
     python -m experiments.bench_kernels --kernel int4_moe [--nodes 1,8,16,32,64] [--tokens 256,2048] [--check 1000]
     python -m experiments.bench_kernels --kernel tree_mla [--form hopper] [--check 1000]
+    python -m experiments.bench_kernels --kernel tree_expand [--check 10000]
+    python -m experiments.bench_kernels --kernel sample [--check 10]
+    python -m experiments.bench_kernels --kernel commit
 
 Prints a line a case and replaces ``results/KERNEL.jsonl``.
 """
@@ -16,16 +19,20 @@ import jax
 from absl import app, flags
 
 from experiments import (
+    bench_commit,
     bench_int4_moe,
     bench_int4_prefill,
     bench_prefill_attention,
+    bench_sample,
+    bench_tree_expand,
     bench_tree_mla,
     check_int4_moe,
     check_tree_mla,
 )
 from experiments.results_file import provenance, write_lines
 
-_KERNEL = flags.DEFINE_enum("kernel", None, ["int4_moe", "tree_mla"], "Which kernel.", required=True)
+_KERNELS = ["int4_moe", "tree_mla", "tree_expand", "sample", "commit"]
+_KERNEL = flags.DEFINE_enum("kernel", None, _KERNELS, "Which kernel.", required=True)
 _NODES = flags.DEFINE_list("nodes", ["1", "8", "16", "32", "64"], "int4_moe: tokens in a call of decoding.")
 _TOKENS = flags.DEFINE_list("tokens", ["256", "1024", "2048", "4096"], "int4_moe: tokens in a call of prefill.")
 _REFERENCE_NODES = flags.DEFINE_list(
@@ -33,7 +40,9 @@ _REFERENCE_NODES = flags.DEFINE_list(
 )
 _FORM = flags.DEFINE_enum("form", "hopper", list(bench_tree_mla.FORMS), "tree_mla: which form.")
 _RUNS = flags.DEFINE_integer("runs", 32, "Timed calls a case; their median counts.")
-_CHECK = flags.DEFINE_integer("check", 0, "Random routings or trees to compare with float64 first.")
+_CHECK = flags.DEFINE_integer(
+    "check", 0, "Random routings, trees, logits or batches of draws to compare with the reference first."
+)
 
 
 def measure() -> Iterator[dict[str, Any]]:
@@ -42,6 +51,15 @@ def measure() -> Iterator[dict[str, Any]]:
             check_tree_mla.check(_CHECK.value)
         yield from bench_tree_mla.run(_FORM.value, runs=_RUNS.value)
         yield from bench_prefill_attention.run() if _FORM.value == "hopper" else ()
+        return
+    if _KERNEL.value == "commit":
+        yield from bench_commit.measure(_RUNS.value)
+        return
+    if _KERNEL.value in ("tree_expand", "sample"):
+        bench = bench_sample if _KERNEL.value == "sample" else bench_tree_expand
+        if _CHECK.value:
+            print(bench.check(_CHECK.value), flush=True)
+        yield from bench.measure(_RUNS.value)
         return
     if _CHECK.value:
         check_int4_moe.check(_CHECK.value)
@@ -64,10 +82,11 @@ def main(arguments: list[str]) -> None:
     for line in measure():
         lines.append(line | made_by)
         reference = line.get("reference_seconds")
+        error = f"{line['error']:.5f}" if "error" in line else ""
         case = {name: value for name, value in line["case"].items() if name != "seed"}
         print(
             f"{1e6 * line['ceiling_seconds']:>10.1f} {'' if reference is None else f'{1e6 * reference:.0f}':>12} "
-            f"{1e6 * line['seconds']:>8.1f} {line['fraction_of_ceiling']:>6.1%} {line['error']:>7.5f}  {case}",
+            f"{1e6 * line['seconds']:>8.1f} {line['fraction_of_ceiling']:>6.1%} {error:>7}  {case}",
             flush=True,
         )
         write_lines(_KERNEL.value, lines)
