@@ -166,13 +166,10 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("kind", FILTERS)
-@pytest.mark.parametrize("levels", [None, 1])
-def test_draws_equal_the_reference(kind, levels):
-    """Two sequences with seeds of their own, one of them with other filters; with ``levels`` many logits are equal."""
+def test_draws_equal_the_reference(kind):
+    """Two sequences with seeds of their own, one of them with other filters; many logits are equal."""
     rng = np.random.default_rng(len(kind))
-    logits_BNV = (rng.normal(size=(2, 6, 610)) * 3).astype(np.float32)
-    if levels:
-        logits_BNV = np.round(logits_BNV * levels) / np.float32(levels)
+    logits_BNV = np.round(rng.normal(size=(2, 6, 610)) * 3).astype(np.float32)
     logits_BNV[0, 3, 7:] = -np.inf
     logits_BNV[0, 4] = -np.inf
     logits_BNV[0, 4, 9] = 2
@@ -186,13 +183,10 @@ def test_draws_equal_the_reference(kind, levels):
     assert len(set(expected.ravel())) > 2
 
 
-@pytest.mark.parametrize("kind", ["none", "hot", "cold", "min_p"])
-@pytest.mark.parametrize("levels", [None, 1])
-def test_draws_without_lists(kind, levels):
+@pytest.mark.parametrize("kind", ["none", "cold", "min_p"])
+def test_draws_without_lists(kind):
     """Where top-k and top-p remove nothing, pieces draw for themselves."""
-    logits_BNV = (np.random.default_rng(len(kind)).normal(size=(2, 6, 610)) * 3).astype(np.float32)
-    if levels:
-        logits_BNV = np.round(logits_BNV * levels) / np.float32(levels)
+    logits_BNV = np.round(np.random.default_rng(len(kind)).normal(size=(2, 6, 610)) * 3).astype(np.float32)
     logits_BNV[0, 3, 7:] = -np.inf
     logits_BNV[0, 4, :600] = -np.inf
     params = [SamplingParams(seed=5, **FILTERS[kind]), SamplingParams(seed=6, temperature=1.0)]

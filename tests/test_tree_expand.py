@@ -129,7 +129,7 @@ def draw_logits(kind: str, num_rows: int, vocab: int) -> np.ndarray:
     return np.zeros_like(x) if kind == "equal" else x
 
 
-@pytest.mark.parametrize("kind", ["normal", "rounded", "impossible", "falling", "spread", "equal"])
+@pytest.mark.parametrize("kind", ["rounded", "impossible", "falling", "spread", "equal"])
 @pytest.mark.parametrize(
     ("vocab", "num_best", "num_threads", "vectors", "width"),
     [
@@ -172,7 +172,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("kind", [None, 2, 5, "impossible", "equal"])
+@pytest.mark.parametrize("kind", [2, "impossible", "equal"])
 @pytest.mark.parametrize(("depth", "num_candidates", "budget", "num_nodes", "num_pieces", "num_threads"), SHAPES)
 def test_trees_equal_the_reference(kind, depth, num_candidates, budget, num_nodes, num_pieces, num_threads):
     """A number of levels makes most scores exactly equal."""
