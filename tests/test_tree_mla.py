@@ -102,7 +102,7 @@ def test_kernels_agree_with_float64(run, num_nodes, heads, num_slots, lengths):
 
 
 @FORMS
-@pytest.mark.parametrize("num_sms", [1, 3, 40])
+@pytest.mark.parametrize("num_sms", [1, 40])
 def test_any_number_of_splits_gives_the_same(run, num_sms):
     case = random_case(7, num_nodes=4, heads=8, num_slots=320, lengths=[300])
     assert error(run(*case, num_sms=num_sms), in_float64(*case)) < 5e-3
