@@ -13,8 +13,6 @@ import numpy as np
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS, WEIGHT_WORDS
 
 _FEATURES = BLOCK_ROWS // 2
-_WORDS_A_BLOCK_ROW = BLOCK_COLUMNS // 8
-_GROUPS_A_BLOCK_ROW = BLOCK_COLUMNS // 32
 
 
 class BlockPacker:

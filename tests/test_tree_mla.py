@@ -13,6 +13,7 @@ from ddtree_jax.pallas import tree_mla as mla
 from ddtree_jax.pallas import tree_mla_hopper as hopper
 from ddtree_jax.pallas import tree_mla_portable as portable
 from ddtree_jax.pallas import tree_mla_split as split
+from experiments.check_tree_mla import random_tree
 
 LATENT, WIDTH, SCALE = 512, 576, 0.05
 NAN = jnp.bfloat16(np.nan)
@@ -35,14 +36,6 @@ def run_reference(*arrays):
 
 
 FORMS = pytest.mark.parametrize("run", [run_hopper, run_portable], ids=["hopper", "portable"])
-
-
-def random_tree(rng, num_nodes):
-    """Ancestor mask of a tree in which each node's parent is any earlier node."""
-    visible = np.eye(num_nodes, dtype=bool)
-    for node in range(1, num_nodes):
-        visible[node] |= visible[rng.integers(0, node)]
-    return visible
 
 
 def random_case(seed, num_nodes, heads, num_slots, lengths):

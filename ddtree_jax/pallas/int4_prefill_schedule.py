@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
 from jaxtyping import Array, BFloat16, Int32
 
 from ddtree_jax.pallas import warps as w
-from ddtree_jax.pallas.int4_prefill_steps import MAX_TOKENS, permute_columns
+from ddtree_jax.pallas.int4_prefill_steps import MAX_TOKENS
 
 _INT = jnp.int32
 _LANES = 32
@@ -75,10 +75,6 @@ def build_schedule(expert_TX: Int32[Array, "T X"], num_experts: int) -> Schedule
     unit_U3 = jnp.stack([expert_U, first_E[expert_U] + start_U, counted_U], axis=1)
     unit_U3 = unit_U3[jnp.argsort(jnp.where(unit_U < end_E[-1], -size_E[expert_U], 1), stable=True)]
     return Schedule(unit_U3, end_E[-1:], pair_P)
-
-
-def prepare_reference(x_TD: BFloat16[Array, "T D"], expert_TX: Int32[Array, "T X"], num_experts: int) -> tuple:
-    return build_schedule(expert_TX, num_experts), permute_columns(x_TD)
 
 
 def prepare(
