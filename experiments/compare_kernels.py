@@ -30,14 +30,6 @@ from experiments.checkpoints import TINY_PAIR, converted, default_cache_dir
 from experiments.results_file import provenance, write_lines
 from experiments.tiny_training.corpus import held_out_sources
 
-_NUM_PROMPTS = flags.DEFINE_integer(
-    "num_prompts", 256, "Windows of held-out files of the standard library.", lower_bound=1
-)
-_PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 64, "Tokens of each window that are given.", lower_bound=1)
-_NEW_TOKENS = flags.DEFINE_integer("new_tokens", 128, "Tokens to generate for each.", lower_bound=2)
-_BATCH = flags.DEFINE_integer("batch", 16, "Sequences decoded together.", lower_bound=1, upper_bound=64)
-_NUM_TIMED = flags.DEFINE_integer("num_timed", 16, "Prompts that are timed, one at a time.", lower_bound=1)
-
 BOUND_IN_SIGMA = 6.0
 MOST_NOISE = 1.25
 BYTES_PER_SECOND = 4.57e12
@@ -217,4 +209,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    _NUM_PROMPTS = flags.DEFINE_integer(
+        "num_prompts", 256, "Windows of held-out files of the standard library.", lower_bound=1
+    )
+    _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 64, "Tokens of each window that are given.", lower_bound=1)
+    _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 128, "Tokens to generate for each.", lower_bound=2)
+    _BATCH = flags.DEFINE_integer("batch", 16, "Sequences decoded together.", lower_bound=1, upper_bound=64)
+    _NUM_TIMED = flags.DEFINE_integer("num_timed", 16, "Prompts that are timed, one at a time.", lower_bound=1)
     app.run(main)

@@ -36,14 +36,6 @@ CONFIGS = Path(__file__).parents[1] / "tests" / "configs"
 NUM_DEVICES = 8
 DEVICES = tuple(sorted(path.stem for path in SPECS.glob("*.txtpb")))
 
-_TARGET = flags.DEFINE_string("target", str(CONFIGS / "kimi_k26.json"), "The target's config.json.")
-_DRAFTER = flags.DEFINE_string("drafter", str(CONFIGS / "kimi_k26_dflash_reconstructed.json"), "The drafter's.")
-_MESH = flags.DEFINE_string("mesh", "tensor=8", "Axis sizes, of at most 8 devices.")
-_DEVICE = flags.DEFINE_enum("device", "h200", DEVICES, "The kind of device.")
-_LAYERS = flags.DEFINE_integer("layers", None, "Layers of the target; its own number by default.", lower_bound=2)
-_CONTEXT = flags.DEFINE_integer("context", 32768, "Slots of the caches.", lower_bound=16)
-_BUDGETS = flags.DEFINE_list("budgets", ["0", "15"], "Tree nodes besides the root; 0 is plain decoding.")
-
 
 def mesh_without_devices(text: str, device: str) -> Mesh:
     """A mesh of GPUs that can be compiled for."""
@@ -151,4 +143,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    _TARGET = flags.DEFINE_string("target", str(CONFIGS / "kimi_k26.json"), "The target's config.json.")
+    _DRAFTER = flags.DEFINE_string("drafter", str(CONFIGS / "kimi_k26_dflash_reconstructed.json"), "The drafter's.")
+    _MESH = flags.DEFINE_string("mesh", "tensor=8", "Axis sizes, of at most 8 devices.")
+    _DEVICE = flags.DEFINE_enum("device", "h200", DEVICES, "The kind of device.")
+    _LAYERS = flags.DEFINE_integer("layers", None, "Layers of the target; its own number by default.", lower_bound=2)
+    _CONTEXT = flags.DEFINE_integer("context", 32768, "Slots of the caches.", lower_bound=16)
+    _BUDGETS = flags.DEFINE_list("budgets", ["0", "15"], "Tree nodes besides the root; 0 is plain decoding.")
     app.run(main)

@@ -21,47 +21,59 @@ from ddtree_jax.decode import MODES
 from experiments.checkpoints import TINY_PAIR, converted, default_cache_dir
 from experiments.tree_text import draw_tree
 
-_PROMPT = flags.DEFINE_string("prompt", "def fibonacci(n):", "What to complete.")
-_TARGET = flags.DEFINE_string(
-    "target", str(TINY_PAIR / "target"), "Folder of the target: Hugging Face layout or converted."
-)
-_DRAFTER = flags.DEFINE_string("drafter", str(TINY_PAIR / "drafter"), "Folder of the drafter, likewise.")
-_MODE = flags.DEFINE_enum("mode", "all", ("all", *MODES), "all: stream ddtree, compare three; ar needs no drafter.")
-_BUDGET = flags.DEFINE_integer("budget", 15, "Tree nodes besides the root.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Nucleus; 1 is off.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Only the best so many tokens; 0 is off.")
-_MIN_P = flags.DEFINE_float("min_p", 0.0, "Only tokens this probable, relative to the best; 0 is off.")
-_REPETITION_PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "Above 1: against tokens that stand already.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling noise.")
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "The most tokens to generate.")
-_MAX_LENGTH = flags.DEFINE_integer("max_length", 1024, "The most tokens of prompt and completion together.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Weights and activations.")
-_MESH = flags.DEFINE_string("mesh", None, "Axis sizes, such as tensor=8; one device by default.")
-_CHAT = flags.DEFINE_bool("chat", False, "Send the prompt as a user's chat message.")
-_SHOW_TREE = flags.DEFINE_bool("show_tree", False, "Draw the tree of the round that committed the most tokens.")
-_JSON = flags.DEFINE_bool("json", False, "Print one JSON line instead of text and table.")
-_CACHE_DIR = flags.DEFINE_string("cache_dir", None, "Where conversions lie; ~/.cache/ddtree_jax by default.")
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Into the command's own flags if this is the command; tests have some of their own."""
+    flags.DEFINE_string("prompt", "def fibonacci(n):", "What to complete.", flag_values=values)
+    flags.DEFINE_string(
+        "target",
+        str(TINY_PAIR / "target"),
+        "Folder of the target: Hugging Face layout or converted.",
+        flag_values=values,
+    )
+    flags.DEFINE_string("drafter", str(TINY_PAIR / "drafter"), "Folder of the drafter, likewise.", flag_values=values)
+    flags.DEFINE_enum(
+        "mode", "all", ("all", *MODES), "all: stream ddtree, compare three; ar needs no drafter.", flag_values=values
+    )
+    flags.DEFINE_integer("budget", 15, "Tree nodes besides the root.", flag_values=values)
+    flags.DEFINE_float("temperature", 0.0, "0 is greedy.", flag_values=values)
+    flags.DEFINE_float("top_p", 1.0, "Nucleus; 1 is off.", flag_values=values)
+    flags.DEFINE_integer("top_k", 0, "Only the best so many tokens; 0 is off.", flag_values=values)
+    flags.DEFINE_float("min_p", 0.0, "Only tokens this probable, relative to the best; 0 is off.", flag_values=values)
+    flags.DEFINE_float("repetition_penalty", 1.0, "Above 1: against tokens that stand already.", flag_values=values)
+    flags.DEFINE_integer("seed", 0, "Seed of the sampling noise.", flag_values=values)
+    flags.DEFINE_integer("max_new_tokens", 128, "The most tokens to generate.", flag_values=values)
+    flags.DEFINE_integer("max_length", 1024, "The most tokens of prompt and completion together.", flag_values=values)
+    flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Weights and activations.", flag_values=values)
+    flags.DEFINE_string("mesh", None, "Axis sizes, such as tensor=8; one device by default.", flag_values=values)
+    flags.DEFINE_bool("chat", False, "Send the prompt as a user's chat message.", flag_values=values)
+    flags.DEFINE_bool(
+        "show_tree", False, "Draw the tree of the round that committed the most tokens.", flag_values=values
+    )
+    flags.DEFINE_bool("json", False, "Print one JSON line instead of text and table.", flag_values=values)
+    flags.DEFINE_string("cache_dir", None, "Where conversions lie; ~/.cache/ddtree_jax by default.", flag_values=values)
 
 
-def load_engine() -> Engine:
+def load_engine(values: flags.FlagValues) -> Engine:
     """The engine that the flags ask for."""
-    cache = Path(_CACHE_DIR.value) if _CACHE_DIR.value else default_cache_dir()
+    cache = Path(values.cache_dir) if values.cache_dir else default_cache_dir()
     jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
     return Engine.load(
-        converted(_TARGET.value, cache),
-        None if _MODE.value == "ar" else converted(_DRAFTER.value, cache),
-        mesh=_MESH.value,
-        max_length=_MAX_LENGTH.value,
-        dtype=_DTYPE.value,
+        converted(values.target, cache),
+        None if values.mode == "ar" else converted(values.drafter, cache),
+        mesh=values.mesh,
+        max_length=values.max_length,
+        dtype=values.dtype,
     )
 
 
-def compare(engine: Engine, prompt: Any, sampling: SamplingParams, modes: Sequence[str]) -> dict[str, Completion]:
+def compare(
+    engine: Engine, prompt: Any, sampling: SamplingParams, modes: Sequence[str], budget: int
+) -> dict[str, Completion]:
     """One completion a mode, each on programs that have run before."""
     completions = {}
     for index, mode in enumerate(modes):
-        decode = DecodeConfig(mode=mode, budget=_BUDGET.value)
+        decode = DecodeConfig(mode=mode, budget=budget)
         _show_progress(2 * index, 2 * len(modes), f"{mode}: compiling")
         engine.generate(prompt, SamplingParams(max_new_tokens=2), decode)
         _show_progress(2 * index + 1, 2 * len(modes), f"{mode}: decoding")
@@ -105,9 +117,8 @@ def table(completions: dict[str, Completion]) -> str:
     return "\n".join(lines)
 
 
-def show_tree(engine: Engine, prompt: Any, sampling: SamplingParams) -> str:
+def show_tree(engine: Engine, prompt: Any, sampling: SamplingParams, decode: DecodeConfig) -> str:
     """The tree of the round that committed the most tokens."""
-    decode = DecodeConfig(mode="ddtree" if _MODE.value == "all" else _MODE.value, budget=_BUDGET.value)
     best: RoundTrace | None = max(
         engine.trace(prompt, sampling, decode), key=lambda trace: len(trace.accepted), default=None
     )
@@ -117,50 +128,51 @@ def show_tree(engine: Engine, prompt: Any, sampling: SamplingParams) -> str:
     return f"{head}\n{draw_tree(best, lambda token: repr(engine.tokenizer.decode([token])))}"
 
 
-def stream(engine: Engine, prompt: Any, sampling: SamplingParams, mode: str, started: float) -> None:
+def stream(engine: Engine, prompt: Any, sampling: SamplingParams, decode: DecodeConfig, started: float) -> None:
     """Prints the completion as it is committed."""
     _show_progress(0, 1, "compiling")
-    print(_PROMPT.value, end="", flush=True)
+    print(prompt if isinstance(prompt, str) else prompt[0]["content"], end="", flush=True)
     first = None
-    for piece in engine.stream(prompt, sampling, DecodeConfig(mode=mode, budget=_BUDGET.value)):
+    for piece in engine.stream(prompt, sampling, decode):
         first = first or time.perf_counter() - started
         print(piece, end="", flush=True)
     print(f"\n\n(first text {first or 0:.1f} s after the imports, conversion and compilation included)\n", flush=True)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], values: flags.FlagValues = flags.FLAGS) -> None:
     started = time.perf_counter()
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; the prompt goes behind --prompt")
-    if _JSON.value and _SHOW_TREE.value:
+    if values.json and values.show_tree:
         raise app.UsageError("--json and --show_tree exclude each other: one prints for programs, one for people")
     logging.set_verbosity(logging.WARNING)
-    modes = MODES if _MODE.value == "all" else (_MODE.value,)
+    modes = MODES if values.mode == "all" else (values.mode,)
     try:
         sampling = SamplingParams(
-            temperature=_TEMPERATURE.value,
-            top_k=_TOP_K.value,
-            top_p=_TOP_P.value,
-            min_p=_MIN_P.value,
-            repetition_penalty=_REPETITION_PENALTY.value,
-            seed=_SEED.value,
-            max_new_tokens=_MAX_NEW_TOKENS.value,
+            temperature=values.temperature,
+            top_k=values.top_k,
+            top_p=values.top_p,
+            min_p=values.min_p,
+            repetition_penalty=values.repetition_penalty,
+            seed=values.seed,
+            max_new_tokens=values.max_new_tokens,
         )
-        DecodeConfig(budget=_BUDGET.value)
-        engine = load_engine()
-        prompt = [{"role": "user", "content": _PROMPT.value}] if _CHAT.value else _PROMPT.value
-        if not _JSON.value:
-            stream(engine, prompt, sampling, modes[-1], started)
-        completions = compare(engine, prompt, sampling, modes)
-        if _JSON.value:
+        decode = DecodeConfig(mode=modes[-1], budget=values.budget)
+        engine = load_engine(values)
+        prompt = [{"role": "user", "content": values.prompt}] if values.chat else values.prompt
+        if not values.json:
+            stream(engine, prompt, sampling, decode, started)
+        completions = compare(engine, prompt, sampling, modes, values.budget)
+        if values.json:
             print(json.dumps(summary(completions)))
             return
         print(table(completions))
-        if _SHOW_TREE.value:
-            print(f"\n{show_tree(engine, prompt, sampling)}")
+        if values.show_tree:
+            print(f"\n{show_tree(engine, prompt, sampling, decode)}")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
+    define_flags(flags.FLAGS)
     app.run(main)

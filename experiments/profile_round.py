@@ -33,11 +33,6 @@ from ddtree_jax.sharding import initialize, make_mesh
 from experiments.kernel_times import kernel_seconds
 from experiments.results_file import provenance, write_lines
 
-_MODEL = flags.DEFINE_list("model", ["tiny", "wide"], "Which models.")
-_NODES = flags.DEFINE_list("nodes", ["1", "8", "16", "32"], "Sizes of the tree, root included.")
-_CONTEXT = flags.DEFINE_integer("context", 1024, "Committed tokens before the first round.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 16, "Rounds of a timed slice.", lower_bound=1)
-
 STAGES = ("draft", "expand", "verify", "accept", "commit")
 # Kernels of our own carry their names, not those of instructions.
 OWN = {"tree_expand": "expand", "sample": "accept", "accept_path": "accept", "commit_rows": "commit"}
@@ -199,4 +194,8 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    _MODEL = flags.DEFINE_list("model", ["tiny", "wide"], "Which models.")
+    _NODES = flags.DEFINE_list("nodes", ["1", "8", "16", "32"], "Sizes of the tree, root included.")
+    _CONTEXT = flags.DEFINE_integer("context", 1024, "Committed tokens before the first round.", lower_bound=1)
+    _ROUNDS = flags.DEFINE_integer("rounds", 16, "Rounds of a timed slice.", lower_bound=1)
     app.run(main)

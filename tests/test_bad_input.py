@@ -14,7 +14,6 @@ import jaxtyping
 import numpy as np
 import pytest
 from absl import flags
-from absl.testing import flagsaver
 from safetensors.numpy import save_file
 from small_pairs import make_pair
 
@@ -301,8 +300,9 @@ def test_a_drafter_whose_metadata_was_made_to_fit(golden, folders, tmp_path, no_
 @pytest.mark.parametrize(("values", "message"), bad_inputs.FLAGS)
 def test_flags(monkeypatch, values, message):
     monkeypatch.setattr(generate, "load_engine", None)
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["generate"])
-    with flagsaver.flagsaver(**values), pytest.raises(SystemExit) as error:
-        generate.main(["generate"])
+    own = flags.FlagValues()
+    generate.define_flags(own)
+    own(["generate", *(f"--{name}={value}" for name, value in values.items())])
+    with pytest.raises(SystemExit) as error:
+        generate.main(["generate"], own)
     assert str(error.value) == message

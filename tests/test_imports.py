@@ -1,4 +1,4 @@
-"""Imports point down only, and only to packages that `pyproject.toml` declares.
+"""Imports point down only, and only to packages that `pyproject.toml` declares; tests import no module with flags.
 
 ::
 
@@ -133,6 +133,49 @@ def test_tests_are_checked_at_run_time_too():
     paths = sorted((ROOT / "tests").rglob("*.py"))
     assert paths
     assert not [path for path in paths if "__future__.annotations" in imports(path.read_text())]
+
+
+def defines_flags(source: str) -> bool:
+    """Whether importing a module defines absl's flags, which are one table a process: two modules may share a name."""
+    waiting: list[ast.AST] = list(ast.parse(source).body)
+    while waiting:
+        node = waiting.pop()
+        is_script_part = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+        if isinstance(node, ast.FunctionDef | ast.Lambda) or is_script_part:
+            continue
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1].startswith("DEFINE_"):
+            return True
+        waiting += ast.iter_child_nodes(node)
+    return False
+
+
+def test_tests_import_no_flags():
+    sources = {".".join(path.with_suffix("").parts): (ROOT / path).read_text() for path in modules()}
+    waiting = {name for path in (ROOT / "tests").rglob("*.py") for name in imports(path.read_text())}
+    found, reached = [], set()
+    while waiting:
+        name = waiting.pop()
+        # `from a import b` is the module a.b, or something of the module a.
+        module = name if name in sources else name.rpartition(".")[0]
+        if module in sources and module not in reached:
+            reached.add(module)
+            waiting |= set(imports(sources[module]))
+            found += [module] if defines_flags(sources[module]) else []
+    assert "experiments.generate" in reached
+    assert not found, f"{found} define flags when imported, and tests import them"
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ("_A = flags.DEFINE_string('a', None, '')", True),
+        ("if True:\n    DEFINE_bool('a', True, '')", True),
+        ("if __name__ == '__main__':\n    _A = flags.DEFINE_string('a', None, '')", False),
+        ("def define_flags(values):\n    flags.DEFINE_string('a', None, '', flag_values=values)", False),
+    ],
+)
+def test_flags_are_found(source, is_found):
+    assert defines_flags(source) == is_found
 
 
 def test_no_file_has_a_vague_name():
