@@ -50,9 +50,13 @@ def _first_order(holds: Callable[[Array], Array]) -> Int32[Array, ""]:
         is_above = holds(middle)
         return jnp.where(is_above, low, middle + 1), jnp.where(is_above, middle, high)
 
-    # Unrolled: a GPU's graphs take in no loops by default, and this one would cut the round's graph in three.
-    bounds = jnp.int32(-(2**31)), jnp.int32(2**31 - 1)
-    return jax.lax.fori_loop(0, 32, halve, bounds, unroll=True)[1]
+    def bisect(is_unrolled: bool) -> Array:
+        bounds = jnp.int32(-(2**31)), jnp.int32(2**31 - 1)
+        return jax.lax.fori_loop(0, 32, halve, bounds, unroll=is_unrolled)[1]
+
+    # A GPU's graphs take in no loops by default, and this one would cut the round's graph in three. Elsewhere it would take
+    # longer to compile.
+    return jax.lax.platform_dependent(cuda=lambda: bisect(True), default=lambda: bisect(False))
 
 
 def noise(sampling: SamplingArrays, position_BT: Int32[Array, "B T"], vocab_size: int) -> Float[Array, "B T V"]:
