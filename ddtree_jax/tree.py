@@ -11,6 +11,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,10 @@ from ddtree_jax.pallas import commit, simt, tree_expand
 
 # Stands for a log-probability of -inf, so that sums stay ordered and finite.
 _IMPOSSIBLE = -1e30
+# Stands for the cost of a prefix that there is not: greater than all sums of those, and stays what it is in a sum.
+_NOWHERE = 2.0**127
+# Ranks are below 511.
+_RANK_BITS, _RANKS_A_WORD = 9, 3
 
 
 @jax.tree_util.register_dataclass
@@ -127,8 +132,19 @@ def expand_reference(
     )
 
 
+class _Prefixes(NamedTuple):
+    """Some prefixes: minus their scores, each an unevaluated sum of two float32, and their rank paths.
+
+    A path is packed in words of three ranks, 1 added to each and 0 where it has ended, so that paths compare as words do.
+    """
+
+    high_N: Array
+    low_N: Array
+    path_WN: Array
+
+
 def _expand_sequence(
-    root: Array, token_LK: Array, logp_LK: Array, budget: Array, num_nodes: int
+    root_token: Array, token_LK: Array, logp_LK: Array, budget: Array, num_nodes: int
 ) -> tuple[Array, Array, Array, Array]:
     """Level by level: the best of depth d + 1 continue the best of depth d, so no heap is needed.
 
@@ -137,42 +153,44 @@ def _expand_sequence(
     """
     depth, num_candidates = logp_LK.shape
     limit = num_nodes - 1
+    pairs = [(i, k) for i in range(limit) for k in range(min(num_candidates, limit // (i + 1)))]
+    before_P, rank_P = jnp.array(pairs, jnp.int32).reshape(-1, 2).T
     # A row without any possible token has the logarithm of 0 / 0.
-    logp_LK = jnp.maximum(jnp.where(jnp.isnan(logp_LK), -jnp.inf, logp_LK), _IMPOSSIBLE)
-    high, low = jnp.zeros(1), jnp.zeros(1)
-    path = [jnp.full(1, -1, jnp.int32) for _ in range(depth)]
-    levels, offset, parent_offset = [], 0, -1
-    for level in range(depth):
-        pairs = [
-            (i, k)
-            for i in range(high.shape[0])
-            for k in range(min(num_candidates, limit))
-            if (i + 1) * (k + 1) <= limit
-        ]
-        before = jnp.array([i for i, _ in pairs], jnp.int32)
-        rank = jnp.array([k for _, k in pairs], jnp.int32)
-        high, low = _add(high[before], low[before], logp_LK[level][rank])
-        path = [ranks[before] for ranks in path]
-        path[level] = rank
-        high, low, *path, before = _sort_best_first(high, low, path, before)
-        width = min(limit, len(pairs))
-        high, low, *path, before = (column[:width] for column in (high, low, *path, before))
-        token = token_LK[level][path[level]]
-        levels.append((high, low, *path, token, before + parent_offset, jnp.full(width, level + 1, jnp.int32)))
-        offset, parent_offset = offset + width, offset
-    high, low, *columns = (jnp.concatenate(column) for column in zip(*levels, strict=True))
-    path, extra = columns[:depth], columns[depth:]
-    origin = jnp.arange(offset, dtype=jnp.int32)
-    *_, token, parent, depths, origin = _sort_best_first(high, low, path, *extra, origin)
-    # A candidate's place in the sorted order, from its place in the concatenated levels; the root (-1) becomes node 0.
-    node_of = jnp.zeros(offset + 1, jnp.int32).at[origin + 1].set(jnp.arange(1, offset + 1, dtype=jnp.int32))
-    exists = jnp.arange(1, num_nodes) <= jnp.minimum(budget, offset)
+    cost_LK = -jnp.maximum(jnp.where(jnp.isnan(logp_LK), -jnp.inf, logp_LK), _IMPOSSIBLE)
+    num_words = -(-depth // _RANKS_A_WORD)
 
-    def column(values: Array, first: Array | int) -> Array:
-        padded = jnp.concatenate([values, jnp.zeros(max(limit - offset, 0), jnp.int32)])[:limit]
-        return jnp.concatenate([jnp.full(1, first, jnp.int32), jnp.where(exists, padded, 0)])
+    def deepen(state: _Prefixes, row: tuple[Array, Array, Array]) -> tuple[_Prefixes, tuple[_Prefixes, Array]]:
+        level, token_K, cost_K = row
+        high_P, low_P = _add(state.high_N[before_P], state.low_N[before_P], cost_K[rank_P])
+        shift = _RANK_BITS * (_RANKS_A_WORD - 1 - level % _RANKS_A_WORD)
+        is_word_W = jnp.arange(num_words, dtype=jnp.int32) == level // _RANKS_A_WORD
+        path_WP = state.path_WN[:, before_P] + jnp.where(is_word_W[:, None], jnp.left_shift(rank_P + 1, shift)[None], 0)
+        best, pair_N = _best_first(_Prefixes(high_P, low_P, path_WP), limit)
+        parent_N = jnp.where(level == 0, -1, before_P[pair_N] + (level - 1) * limit)
+        facts_FN = jnp.stack([token_K[rank_P[pair_N]], parent_N, jnp.broadcast_to(level + 1, parent_N.shape)])
+        return best, (best, facts_FN)
 
-    return column(token, root), column(node_of[parent + 1], 0), column(depths, 0), 1 + jnp.sum(exists, dtype=jnp.int32)
+    root = _Prefixes(
+        jnp.where(jnp.arange(limit) > 0, _NOWHERE, 0.0), jnp.zeros(limit), jnp.zeros((num_words, limit), jnp.int32)
+    )
+    rows = jnp.arange(depth, dtype=jnp.int32), token_LK, cost_LK
+    _, (levels, facts_LFN) = jax.lax.scan(deepen, root, rows)
+    # Places are those in all levels, one behind the other; the root's is -1.
+    prefixes = _Prefixes(
+        levels.high_N.ravel(), levels.low_N.ravel(), jnp.moveaxis(levels.path_WN, 0, 1).reshape(num_words, -1)
+    )
+    best, place_N = _best_first(prefixes, limit)
+    node_N = jnp.arange(1, num_nodes, dtype=jnp.int32)
+    node_of_C = jnp.zeros(depth * limit + 1, jnp.int32).at[place_N + 1].set(node_N)
+    exists_N = (node_N <= budget) & (best.high_N < _NOWHERE)
+    token_N, parent_N, depth_N = jnp.where(exists_N, jnp.moveaxis(facts_LFN, 1, 0).reshape(3, -1)[:, place_N], 0)
+    node_of_parent_N = jnp.where(exists_N, node_of_C[parent_N + 1], 0)
+
+    def behind_root(values_N: Array, first: Array | int) -> Array:
+        return jnp.concatenate([jnp.full(1, first, jnp.int32), values_N])
+
+    count = 1 + jnp.sum(exists_N, dtype=jnp.int32)
+    return behind_root(token_N, root_token), behind_root(node_of_parent_N, 0), behind_root(depth_N, 0), count
 
 
 def _add(high: Array, low: Array, term: Array) -> tuple[Array, Array]:
@@ -184,10 +202,12 @@ def _add(high: Array, low: Array, term: Array) -> tuple[Array, Array]:
     return high, low - (high - total)
 
 
-def _sort_best_first(high: Array, low: Array, path: list[Array], *others: Array) -> list[Array]:
-    """Falling scores; equal ones by rank path, in which a prefix (filled up with -1) comes before its continuations."""
-    columns = jax.lax.sort((-high, -low, *path, *others), num_keys=2 + len(path))
-    return [-columns[0], -columns[1], *columns[2:]]
+def _best_first(prefixes: _Prefixes, limit: int) -> tuple[_Prefixes, Array]:
+    """The best ones and their places before: falling scores; of equal ones the lesser rank path, a prefix first."""
+    place = jnp.arange(prefixes.high_N.size, dtype=jnp.int32)
+    keys = prefixes.high_N, prefixes.low_N, *prefixes.path_WN
+    high, low, *path, place = (column[:limit] for column in jax.lax.sort((*keys, place), num_keys=len(keys)))
+    return _Prefixes(high, low, jnp.stack(path)), place
 
 
 def _ancestors(parent_BN: Int32[Array, "B N"], depth_BN: Int32[Array, "B N"]) -> Bool[Array, "B N N"]:
