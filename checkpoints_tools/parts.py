@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from checkpoints_tools.checksums import join_crc32
 from checkpoints_tools.key_map import KeyMap
 from checkpoints_tools.manifest import Manifest, PartRecord
 from checkpoints_tools.orbax_item import ItemWriter, chunk_shape
 from checkpoints_tools.progress import Reporter, State
-from checkpoints_tools.slabs import Findings, Slab, examine, fill_slab, slabs_of
+from checkpoints_tools.slabs import Digest, Findings, Memory, Slab, examine, fill_slab, slabs_of
 from checkpoints_tools.source import SourceError, TensorSource, file_sha256
 from ddtree_jax.checkpoint import StoredArray, stored_arrays
 from ddtree_jax.sharding import Parameters
@@ -48,6 +49,7 @@ class Converter:
             for part, infos in stored.items()
         }
         self._bad_files: set[str] = set()
+        self._of_thread = threading.local()
 
     def remove_leftovers(self) -> None:
         """Removes what a run that died has left of parts in hand."""
@@ -98,14 +100,12 @@ class Converter:
         arrays = {name: (array, self._chunks[part][name]) for name, array in self._arrays[part].items()}
         writer = ItemWriter(self._out, part, arrays)
         stop = threading.Event()
-        futures = [pool.submit(task, *args, stop) for task, *args in self._tasks(part, writer)]
-        record, errors, start = PartRecord("", dict(writer.described)), [], self._state.num_bytes
-        digests: dict[str, int] = {}
+        futures = [pool.submit(self._write_slab, slab, part, writer, stop) for slab in self._slabs(part)]
+        record, findings, start = PartRecord("", dict(writer.described)), Findings(), self._state.num_bytes
         try:
             for future in as_completed(futures):
                 done = future.result()
-                errors += done.findings.errors
-                digests |= done.findings.digests
+                findings.add(done.findings)
                 record.files |= done.files
                 self._state = self._state._replace(num_bytes=self._state.num_bytes + done.num_bytes)
                 report(self._state)
@@ -114,11 +114,11 @@ class Converter:
             wait(futures)
             writer.abandon()
             raise
-        if errors:
+        if findings.errors:
             writer.abandon()
             self._state = self._state._replace(num_bytes=start + self._num_bytes(part))
-            return sorted(set(errors))
-        record.source_checksum = _combine(digests, self._source)
+            return _first_errors(findings)
+        record.source_checksum = _combine(findings.digests, self._source)
         record.files = dict(sorted(record.files.items()))
         writer.commit(pool)
         parts = self._manifest.parts | {part: record}
@@ -126,48 +126,49 @@ class Converter:
         self._manifest.write(self._out)
         return []
 
-    def _tasks(self, part: str, writer: ItemWriter) -> Iterator[tuple]:
-        pieces = self._key_map.pieces[part]
-        whole = {piece.tensor for table in pieces.values() for piece in table if not piece.index}
-        for tensor in sorted(whole):
-            yield self._examine, tensor
+    def _slabs(self, part: str) -> Iterator[Slab]:
         for name, array in self._arrays[part].items():
-            for slab in slabs_of(name, array, self._chunks[part][name]):
-                yield self._write_slab, slab, array, part, writer
+            yield from slabs_of(name, array, self._chunks[part][name], self._key_map.pieces[part])
 
-    def _examine(self, tensor: str, stop: threading.Event) -> _Done:
+    def _write_slab(self, slab: Slab, part: str, writer: ItemWriter, stop: threading.Event) -> _Done:
         if stop.is_set():
             return _Done({}, Findings(), 0)
+        if not hasattr(self._of_thread, "memory"):
+            self._of_thread.memory = Memory()
+        array, chunk_shape = self._arrays[part][slab.array], self._chunks[part][slab.array]
+        pieces, files, num_bytes = self._key_map.pieces[part], {}, 0
         try:
-            return _Done({}, examine(tensor, self._source), 0)
+            findings, chunks = fill_slab(slab, array, chunk_shape, pieces, self._source, self._of_thread.memory)
         except SourceError as error:
-            return _Done({}, Findings(errors=[str(error)]), 0)
-
-    def _write_slab(
-        self, slab: Slab, array: StoredArray, part: str, writer: ItemWriter, stop: threading.Event
-    ) -> _Done:
-        if stop.is_set():
-            return _Done({}, Findings(), 0)
-        try:
-            values, findings = fill_slab(slab, array, self._key_map.pieces[part], self._source)
-        except SourceError as error:
-            return _Done({}, Findings(errors=[str(error)]), 0)
-        files = {} if findings.errors else writer.write_slab(slab.array, slab.start, values)
-        return _Done(files, findings, values.nbytes)
+            return _Done({}, Findings(errors={(str(error), 0): str(error)}), 0)
+        if not findings.errors:
+            for chunk in chunks:
+                files |= writer.write_chunk(slab.array, *chunk)
+                num_bytes += chunk.values.nbytes
+        return _Done(files, findings, num_bytes)
 
 
 def hash_part(part: str, key_map: KeyMap, source: TensorSource) -> str:
     """Checksum of all tensors that go into a part, as its record has it."""
-    digests: dict[str, int] = {}
+    findings = Findings()
     for tensor in sorted(key_map.tensors_of(part)):
-        digests |= examine(tensor, source).digests
-    return _combine(digests, source)
+        findings.add(examine(tensor, source))
+    return _combine(findings.digests, source)
 
 
-def _combine(digests: dict[str, int], source: TensorSource) -> str:
+def _first_errors(findings: Findings) -> list[str]:
+    """A sentence a tensor: on the first place where it is wrong."""
+    first = {tensor: text for (tensor, _), text in sorted(findings.errors.items(), reverse=True)}
+    return sorted(first.values())
+
+
+def _combine(digests: dict[tuple[str, int], Digest], source: TensorSource) -> str:
+    whole: dict[str, int] = {}
+    for (tensor, _), digest in sorted(digests.items()):
+        whole[tensor] = join_crc32(whole.get(tensor, 0), digest.crc32, digest.num_bytes)
     lines = (
-        f"{name} {source.entries[name].dtype} {source.entries[name].shape} {digests[name]:08x}\n"
-        for name in sorted(digests)
+        f"{name} {source.entries[name].dtype} {source.entries[name].shape} {whole[name]:08x}\n"
+        for name in sorted(whole)
     )
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

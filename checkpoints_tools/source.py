@@ -1,22 +1,24 @@
-"""A Hugging Face checkpoint folder: ``config.json`` and safetensors in one file or in shards, read by mmap.
+"""A Hugging Face checkpoint folder: ``config.json`` and safetensors in one file or in shards.
 
-A tensor's pages are read in before they are looked at, so that a file that has shrunk or a bad disk is an error with a
-name and not the end of the process, and given up right after, so that memory does not grow.
+Tensors are read into memory that the caller gives, so that memory does not grow; a file that has shrunk and a bad disk are
+errors with a name. Files stay open: what is put in their place meanwhile is not read.
 """
 
 import errno
 import hashlib
 import json
 import math
-import mmap
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+
+from checkpoints_tools.direct_io import ALIGNMENT, Buffer, open_file, read_range, room
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -31,7 +33,6 @@ DTYPES = {
 _ONE_BYTE = ("F8_E4M3", "F8_E5M2")
 _MAX_HEADER = 1 << 28
 _PIECE_BYTES = 1 << 26
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the mmap module does not name
 
 
 class Entry(NamedTuple):
@@ -104,7 +105,7 @@ def known_checksums(directory: Path) -> dict[str, str]:
 
 
 class Shard:
-    """One safetensors file, its header read and checked, its data mapped."""
+    """One safetensors file, its header read and checked, held open."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -116,10 +117,10 @@ class Shard:
                 if len(head) < 8 or size > _MAX_HEADER or 8 + size > self.num_bytes:
                     raise SourceError(f"{path} is truncated or not a safetensors file: it ends inside its header")
                 header = file.read(size)
-                self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                self._fd = open_file(path, os.O_RDONLY)
         except OSError as error:
             raise SourceError(f"{path} can't be read: {error.strerror}") from error
-        self._map.madvise(mmap.MADV_SEQUENTIAL)
+        weakref.finalize(self, os.close, self._fd)
         self.header_sha256 = hashlib.sha256(head + header).hexdigest()
         self.entries = self._read_header(header, 8 + size)
 
@@ -147,37 +148,21 @@ class Shard:
             raise ValueError(f"{name} has {end - begin} bytes; {dtype}{list(shape)} takes {math.prod(shape) * width}")
         return Entry(self.path.name, shape, dtype, start + begin, start + end)
 
-    def bytes_at(self, begin: int, end: int, name: str) -> np.ndarray:
-        """A view of bytes of the file, read in. Raises SourceError, naming the tensor, if they can't be."""
-        page = begin - begin % mmap.PAGESIZE
+    def bytes_at(self, begin: int, end: int, name: str, memory: np.ndarray) -> np.ndarray:
+        """Bytes of the file, read into memory. Raises SourceError, naming the tensor, if they can't be."""
         try:
-            self._map.madvise(_POPULATE_READ, page, end - page)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # an older kernel; then the read below says so
-                raise self._unreadable(name, begin, end, error) from error
-            self._read_through(begin, end, name)
-        return np.frombuffer(self._map, np.uint8, end - begin, begin)
-
-    def _read_through(self, begin: int, end: int, name: str) -> None:
-        try:
-            with self.path.open("rb") as file:
-                for position in range(begin, end, _PIECE_BYTES):
-                    if len(os.pread(file.fileno(), min(_PIECE_BYTES, end - position), position)) == 0:
-                        raise OSError(errno.EIO, "end of file")
+            data = read_range(self._fd, begin, end, memory)
+            if len(data) < end - begin:
+                raise OSError(errno.EIO, "end of file")
         except OSError as error:
             raise self._unreadable(name, begin, end, error) from error
+        return data
 
     def _unreadable(self, name: str, begin: int, end: int, error: OSError) -> SourceError:
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < end:
             return SourceError(f"{name} in {self.path}: the file now has {size} bytes, it had {self.num_bytes}")
         return SourceError(f"{name} in {self.path} can't be read at bytes {begin} to {end}: {error.strerror}")
-
-    def release(self, begin: int, end: int) -> None:
-        """Gives up the memory of whole pages in a range; a later look reads them again."""
-        page = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        if page < end:
-            self._map.madvise(mmap.MADV_DONTNEED, page, end - page)
 
 
 class TensorSource:
@@ -194,14 +179,26 @@ class TensorSource:
         if self.index is not None:
             self._check_index(self.index)
 
-    def read(self, tensor: str, rows: slice = slice(None)) -> np.ndarray:
-        """Rows of a tensor, read in: a view that must not be written to."""
+    def read(self, tensor: str, buffer: Buffer | None = None, rows: slice = slice(None)) -> np.ndarray:
+        """Rows of a tensor, in memory of their own or in a buffer that holds them until it is used again."""
         entry = self.entries[tensor]
         start, stop, _ = rows.indices(entry.shape[0])
         width = (entry.end - entry.begin) // max(entry.shape[0], 1)
         first, last = entry.begin + start * width, entry.begin + stop * width
-        data = self.shards[entry.file].bytes_at(first, last, tensor)
+        memory = (buffer or Buffer()).take(room(first, last))
+        data = self.shards[entry.file].bytes_at(first, last, tensor, memory)
         return data.view(DTYPES[entry.dtype]).reshape(stop - start, *entry.shape[1:])
+
+    def read_together(self, tensors: list[str], buffer: Buffer) -> list[np.ndarray]:
+        """Tensors, all of them in a buffer that holds them until it is used again."""
+        entries = [self.entries[tensor] for tensor in tensors]
+        rooms = [room(entry.begin, entry.end) for entry in entries]
+        memory, arrays = buffer.take(sum(rooms)), []
+        for tensor, entry, size in zip(tensors, entries, rooms, strict=True):
+            data = self.shards[entry.file].bytes_at(entry.begin, entry.end, tensor, memory[:size])
+            arrays.append(data.view(DTYPES[entry.dtype]).reshape(entry.shape))
+            memory = memory[size:]
+        return arrays
 
     def read_small(self, tensor: str) -> np.ndarray:
         """A copy of a tensor of a few bytes, without reading what lies around it."""
@@ -215,17 +212,12 @@ class TensorSource:
         return np.frombuffer(data, DTYPES[entry.dtype]).reshape(entry.shape)
 
     def pieces(self, tensor: str) -> Iterator[np.ndarray]:
-        """All bytes of a tensor, 64 MiB at a time, each given up when the next is asked for."""
-        entry = self.entries[tensor]
-        shard = self.shards[entry.file]
+        """All bytes of a tensor, up to 64 MiB at a time, each gone when the next is asked for."""
+        entry, buffer = self.entries[tensor], Buffer()
         for begin in range(entry.begin, entry.end, _PIECE_BYTES):
             end = min(begin + _PIECE_BYTES, entry.end)
-            yield shard.bytes_at(begin, end, tensor)
-            shard.release(begin, end)
-
-    def release(self, tensor: str) -> None:
-        entry = self.entries[tensor]
-        self.shards[entry.file].release(entry.begin, entry.end)
+            memory = buffer.take(_PIECE_BYTES + ALIGNMENT)
+            yield self.shards[entry.file].bytes_at(begin, end, tensor, memory)
 
     def is_lost(self, tensor: str) -> bool:
         """Whether a tensor should be in a file that can't be read, so that `errors` already accounts for it."""

@@ -89,25 +89,27 @@ def swap_halves(monkeypatch):
 
 
 def swap_nibbles(monkeypatch):
-    monkeypatch.setattr(blocks, "_reorder", lambda words, scratch, out: np.copyto(out, words))
+    monkeypatch.setattr(blocks, "_reorder", lambda words, scratch: None)
 
 
 def shift_scales(monkeypatch):
-    look = slabs._look_at
+    read = TensorSource.read_together
 
-    def look_elsewhere(tensor, source, findings):
-        values = look(tensor, source, findings)
-        return np.roll(values, 1, axis=0) if tensor.endswith("weight_scale") else values
+    def read_elsewhere(self, tensors, buffer):
+        arrays = zip(tensors, read(self, tensors, buffer), strict=True)
+        return [np.roll(a, 1, axis=0) if tensor.endswith("weight_scale") else a for tensor, a in arrays]
 
-    monkeypatch.setattr(slabs, "_look_at", look_elsewhere)
+    monkeypatch.setattr(TensorSource, "read_together", read_elsewhere)
 
 
 def turn_nothing(monkeypatch):
-    def fill(slab, stored, values, piece, source):
-        tensor = source.read(piece.tensor)
-        values[...] = np.resize(tensor, stored.shape)[slab.start : slab.stop]
+    see = slabs._see_whole
 
-    monkeypatch.setattr(slabs, "_fill_whole", fill)
+    def see_as_it_lies(slab, stored, piece, *args):
+        values = see(slab, stored, piece, *args)
+        return np.resize(values.reshape(*piece.shape[::-1]).T, stored.shape) if piece.is_turned else values
+
+    monkeypatch.setattr(slabs, "_see_whole", see_as_it_lies)
 
 
 @pytest.mark.parametrize(
