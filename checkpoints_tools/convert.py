@@ -2,7 +2,7 @@
 
 ::
 
-    python -m checkpoints_tools.convert --source DIR --out DIR [--mesh tensor=8] [--workers 4]
+    python -m checkpoints_tools.convert --source DIR --out DIR [--mesh tensor=8] [--workers 8]
 
     source ──► headers, index, config ──► every complaint that needs no weights, together, before anything is written
            ──► part by part: threads read, hash, check, pack and write slabs ──► rename ──► manifest ──► next part
@@ -45,7 +45,7 @@ from ddtree_jax.expert_layout import DEFAULT_MESH, stored_parameters
 from ddtree_jax.sharding import Parameters, mesh_sizes
 
 MARKER = ".converting"
-WORKERS = 4
+WORKERS = 8
 
 
 class Model(NamedTuple):

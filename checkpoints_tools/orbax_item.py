@@ -16,7 +16,6 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +83,10 @@ class ItemWriter:
         write_file(self._partial / name, data)
         return {name: (data.nbytes, zlib.crc32(data))}
 
-    def commit(self, pool: Executor) -> None:
+    def commit(self) -> None:
         """Gives the item its name, once everything in it is on the disk."""
-        list(pool.map(finish_file, filter(Path.is_file, self._partial.rglob("*"))))
+        for path in filter(Path.is_file, self._partial.rglob("*")):
+            finish_file(path)
         for array in self._arrays:
             sync_folder(self._partial / array)
         sync_folder(self._partial)
@@ -140,9 +140,12 @@ def finish_file(path: Path) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Writes a file so that it holds the old or the new content, whatever happens."""
     partial = path.with_name(f"{path.name}.partial")
-    write_file(partial, data)
-    finish_file(partial)
-    partial.replace(path)
+    try:
+        write_file(partial, data)
+        finish_file(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -1,9 +1,16 @@
-"""Converts one part after the other, each by a pool of threads, slab by slab."""
+"""Converts one part after the other by a pool of threads, slab by slab.
+
+While a part waits for its last slabs and for the disk, threads go on with the next::
+
+    threads   part 0 ────────────────► part 1 ────────────────► part 2 ───
+    run       begin 0, begin 1, finish 0 ──► rename, manifest, begin 2, finish 1 ──►
+"""
 
 import hashlib
 import threading
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +33,20 @@ class _Done(NamedTuple):
     files: dict[str, tuple[int, int]]
     findings: Findings
     num_bytes: int
+
+
+class _Begun(NamedTuple):
+    """A part whose slabs are being written; ``writer`` is None where errors kept it from that."""
+
+    part: str
+    writer: ItemWriter | None
+    futures: list[Future[_Done]]
+    errors: list[str]
+
+    def abandon(self) -> None:
+        wait(self.futures)
+        if self.writer:
+            self.writer.abandon()
 
 
 class Converter:
@@ -65,13 +86,22 @@ class Converter:
         errors: list[str] = []
         parts = [part for part in self._arrays if part not in self._manifest.parts]
         self._state = State(len(self._manifest.parts), len(self._arrays), 0, self.num_bytes_left(), "")
+        begun: deque[_Begun] = deque()
+        stop = threading.Event()
         with ThreadPoolExecutor(workers) as pool:
-            for part in parts:
-                found = self._check_files(part, pool) or self._convert(part, pool, report)
-                errors += found
-                if not found:
-                    self._state = self._state._replace(parts=self._state.parts + 1)
-                    report(self._state)
+            try:
+                for part in parts:
+                    begun.append(self._begin(part, pool, stop))
+                    if len(begun) > 1:
+                        errors += self._finish(begun[0], report)
+                        begun.popleft()
+                if begun:
+                    errors += self._finish(begun[0], report)
+            except BaseException:
+                stop.set()
+                for part in begun:
+                    part.abandon()
+                raise
         return errors
 
     def _num_bytes(self, part: str) -> int:
@@ -95,35 +125,37 @@ class Converter:
             errors.append(f"{part} needs {', '.join(sorted(self._bad_files & set(files)))}, which is damaged")
         return errors
 
-    def _convert(self, part: str, pool: ThreadPoolExecutor, report: Reporter) -> list[str]:
-        self._state = self._state._replace(part=part)
+    def _begin(self, part: str, pool: ThreadPoolExecutor, stop: threading.Event) -> _Begun:
+        errors = self._check_files(part, pool)
+        if errors:
+            return _Begun(part, None, [], errors)
         arrays = {name: (array, self._chunks[part][name]) for name, array in self._arrays[part].items()}
         writer = ItemWriter(self._out, part, arrays)
-        stop = threading.Event()
         futures = [pool.submit(self._write_slab, slab, part, writer, stop) for slab in self._slabs(part)]
-        record, findings, start = PartRecord("", dict(writer.described)), Findings(), self._state.num_bytes
-        try:
-            for future in as_completed(futures):
-                done = future.result()
-                findings.add(done.findings)
-                record.files |= done.files
-                self._state = self._state._replace(num_bytes=self._state.num_bytes + done.num_bytes)
-                report(self._state)
-        except BaseException:
-            stop.set()
-            wait(futures)
-            writer.abandon()
-            raise
-        if findings.errors:
-            writer.abandon()
+        return _Begun(part, writer, futures, [])
+
+    def _finish(self, begun: _Begun, report: Reporter) -> list[str]:
+        part, writer = begun.part, begun.writer
+        self._state = self._state._replace(part=part)
+        start, files, findings = self._state.num_bytes, {}, Findings()
+        for future in as_completed(begun.futures):
+            done = future.result()
+            findings.add(done.findings)
+            files |= done.files
+            self._state = self._state._replace(num_bytes=self._state.num_bytes + done.num_bytes)
+            report(self._state)
+        errors = begun.errors + _first_errors(findings)
+        if writer is None or errors:
+            begun.abandon()
             self._state = self._state._replace(num_bytes=start + self._num_bytes(part))
-            return _first_errors(findings)
-        record.source_checksum = _combine(findings.digests, self._source)
-        record.files = dict(sorted(record.files.items()))
-        writer.commit(pool)
+            return errors
+        writer.commit()
+        record = PartRecord(_combine(findings.digests, self._source), dict(sorted((writer.described | files).items())))
         parts = self._manifest.parts | {part: record}
         self._manifest.parts = {name: parts[name] for name in self._arrays if name in parts}
         self._manifest.write(self._out)
+        self._state = self._state._replace(parts=self._state.parts + 1)
+        report(self._state)
         return []
 
     def _slabs(self, part: str) -> Iterator[Slab]:
