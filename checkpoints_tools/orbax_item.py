@@ -23,11 +23,15 @@ from typing import Any
 
 import numpy as np
 
+from checkpoints_tools.files import naming
 from ddtree_jax.checkpoint import StoredArray
 from ddtree_jax.sharding import RULES, ArrayInfo
 
 SHARDS = 8
 """Chunks divide an axis that a mesh may split into so many, as far as its size allows."""
+
+DESCRIPTIONS = ("_METADATA", ".zarray")
+"""Names of the files that describe an item and its arrays."""
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1 << 14, 1 << 25
 
@@ -139,9 +143,10 @@ def start_file(path: Path, data: bytes | np.ndarray) -> None:
     view = memoryview(data)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        while len(view):
-            view = view[os.write(fd, view) :]
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        with naming(path):
+            while len(view):
+                view = view[os.write(fd, view) :]
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
 
@@ -150,7 +155,8 @@ def finish_file(path: Path) -> None:
     """Waits until a file is on the disk; it then needs no place in memory."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
