@@ -324,13 +324,16 @@ def test_folder_of_another_model_is_left_alone(whole, here):
     assert_right_run_mends(whole, here)
 
 
-def test_lock_of_a_file_that_the_other_run_has_removed_is_none(tmp_path, monkeypatch):
-    """Between opening and locking, the run that had the folder ends and removes its marker."""
+@pytest.mark.parametrize("is_there_again", [False, True])
+def test_lock_of_a_file_that_the_other_run_has_removed_is_none(tmp_path, monkeypatch, is_there_again):
+    """Between opening and locking, the run that had the folder ends and removes its marker; a third may make one anew."""
     lock = fcntl.flock
 
     def end_other_run(*arguments):
         monkeypatch.undo()
         (tmp_path / ".converting").unlink()
+        if is_there_again:
+            (tmp_path / ".converting").touch()
         lock(*arguments)
 
     monkeypatch.setattr(fcntl, "flock", end_other_run)
