@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from checkpoints_tools.files import naming
+
 ALIGNMENT = 4096
 """Bytes of whose multiple are places in a file, places in memory and sizes that can go past the cache."""
 
@@ -75,9 +77,10 @@ def write_file(path: Path, data: bytes | np.ndarray) -> None:
     is_direct = isinstance(data, np.ndarray) and (data.ctypes.data | data.nbytes) % ALIGNMENT == 0
     fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, is_direct=is_direct)
     try:
-        while len(view):
-            view = view[_past_the_cache_or_not(fd, lambda left=view: os.write(fd, left)) :]
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        with naming(path):
+            while len(view):
+                view = view[_past_the_cache_or_not(fd, lambda left=view: os.write(fd, left)) :]
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
 

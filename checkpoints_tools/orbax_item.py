@@ -22,11 +22,15 @@ from typing import Any
 import numpy as np
 
 from checkpoints_tools.direct_io import write_file
+from checkpoints_tools.files import naming
 from ddtree_jax.checkpoint import StoredArray
 from ddtree_jax.sharding import RULES, ArrayInfo
 
 SHARDS = 8
 """Chunks divide an axis that a mesh may split into so many, as far as its size allows."""
+
+DESCRIPTIONS = ("_METADATA", ".zarray")
+"""Names of the files that describe an item and its arrays."""
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1 << 14, 1 << 25
 
@@ -131,7 +135,8 @@ def finish_file(path: Path) -> None:
     """Waits until a file is on the disk; it then needs no place in memory."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)

@@ -81,6 +81,21 @@ class Converter:
         """Bytes of the parts that are still to be written."""
         return sum(self._num_bytes(part) for part in self._arrays if part not in self._manifest.parts)
 
+    def check_finished(self, workers: int) -> list[str]:
+        """Looks at published checksums that were not known when parts were finished, a file at a time.
+
+        Returns what is wrong, a sentence each; parts that came from damaged files are not finished any more.
+        """
+        before, errors = dict(self._manifest.checked), []
+        with ThreadPoolExecutor(workers) as pool:
+            found = {part: self._check_files(part, pool) for part in self._manifest.parts}
+        for part in filter(found.get, found):
+            errors += found[part]
+            del self._manifest.parts[part]
+        if errors or self._manifest.checked != before:
+            self._manifest.write(self._out)
+        return errors
+
     def run(self, workers: int, report: Reporter) -> list[str]:
         """Converts all that is left. Returns what is wrong with the source, a sentence each; the rest is finished."""
         errors: list[str] = []
@@ -105,13 +120,13 @@ class Converter:
         return errors
 
     def _num_bytes(self, part: str) -> int:
-        return sum(_num_bytes(array) for array in self._arrays[part].values())
+        return sum(num_bytes(array) for array in self._arrays[part].values())
 
     def _check_files(self, part: str, pool: ThreadPoolExecutor) -> list[str]:
         """Compares files that a part needs with their published checksums, where there are any, once a file."""
         files = sorted({self._source.entries[name].file for name in self._key_map.tensors_of(part)})
-        unknown = [f for f in files if f in self._checksums and f not in self._manifest.checked]
-        unknown = [file for file in unknown if file not in self._bad_files]
+        unknown = [f for f in files if f in self._checksums and f not in self._bad_files]
+        unknown = [file for file in unknown if self._manifest.checked.get(file) != self._checksums[file]]
         errors = []
         paths = [self._source.directory / file for file in unknown]
         for file, found in zip(unknown, pool.map(_hash_or_error, paths), strict=True):
@@ -205,7 +220,7 @@ def _combine(digests: dict[tuple[str, int], Digest], source: TensorSource) -> st
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _num_bytes(array: StoredArray) -> int:
+def num_bytes(array: StoredArray) -> int:
     return int(np.prod(array.shape)) * np.dtype(array.dtype).itemsize
 
 

@@ -6,7 +6,6 @@ errors with a name. Files stay open: what is put in their place meanwhile is not
 
 import errno
 import hashlib
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_tools.direct_io import ALIGNMENT, Buffer, open_file, read_range, room
+from checkpoints_tools.files import SourceError, form_fault, parse_json, read_file, read_json
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -31,6 +31,7 @@ DTYPES = {
     "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8"), "U64": np.dtype("<u8"),
 }  # fmt: skip
 _ONE_BYTE = ("F8_E4M3", "F8_E5M2")
+_HEADER = {str: {"dtype": str, "shape": [int], "data_offsets": (int, int)}}
 _MAX_HEADER = 1 << 28
 _PIECE_BYTES = 1 << 26
 
@@ -45,33 +46,6 @@ class Entry(NamedTuple):
     end: int
 
 
-class SourceError(ValueError):
-    """Something is wrong with the source; the message names the file or the tensor."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ValueError, naming the file, if it is missing, names a key twice or holds something else."""
-    if not path.is_file():
-        raise SourceError(f"{path} is missing")
-    try:
-        values = json.loads(path.read_text(), object_pairs_hook=_unique)
-    except OSError as error:
-        raise SourceError(f"{path} can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise SourceError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise SourceError(f"{path} holds a {type(values).__name__}; a JSON object is needed")
-    return values
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is in it twice")
-    return values
-
-
 def read_index(directory: Path) -> dict[str, str] | None:
     """File of each tensor by ``model.safetensors.index.json``; None where there is a single file and no index."""
     if not (directory / INDEX_FILE).exists():
@@ -79,7 +53,7 @@ def read_index(directory: Path) -> dict[str, str] | None:
             raise SourceError(f"{directory} has neither {INDEX_FILE} nor {SINGLE_FILE}")
         return None
     weight_map = read_json(directory / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if form_fault(weight_map, {str: str}):
         raise SourceError(f"{directory / INDEX_FILE}: weight_map must name a file for every tensor")
     return weight_map
 
@@ -92,15 +66,23 @@ def known_checksums(directory: Path) -> dict[str, str]:
     links = {path.name: path.resolve().name for path in directory.glob("*.safetensors") if path.is_symlink()}
     known = {name: blob for name, blob in links.items() if re.fullmatch("[0-9a-f]{64}", blob)}
     for path in sorted((directory / ".cache/huggingface/download").glob("*.metadata")):
-        lines = path.read_text().split()
+        lines = read_file(path).decode(errors="replace").split()
         if len(lines) > 1 and re.fullmatch("[0-9a-f]{64}", lines[1]):  # of a file in Git LFS
             known[path.name.removesuffix(".metadata")] = lines[1]
-    if (directory / CHECKSUM_FILE).is_file():
-        for line in (directory / CHECKSUM_FILE).read_text().splitlines():
-            match = re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line)
-            if not match:
-                raise SourceError(f"{directory / CHECKSUM_FILE} has {line!r}; a SHA-256 and a file name are needed")
-            known[match[2].removeprefix("./")] = match[1]
+    return known | _listed_checksums(directory / CHECKSUM_FILE)
+
+
+def _listed_checksums(path: Path) -> dict[str, str]:
+    known = {}
+    try:
+        text = read_file(path).decode() if path.exists() else ""
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}") from error
+    for line in filter(None, map(str.strip, text.splitlines())):
+        match = re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line)
+        if not match:
+            raise SourceError(f"{path} has {line!r}; a SHA-256 and a file name are needed")
+        known[match[2].removeprefix("./")] = match[1].lower()
     return known
 
 
@@ -126,11 +108,14 @@ class Shard:
 
     def _read_header(self, header: bytes, start: int) -> dict[str, Entry]:
         try:
-            values = json.loads(header, object_pairs_hook=_unique)
+            values = parse_json(header, self.path)
             values.pop("__metadata__", None)
+            if fault := form_fault(values, _HEADER):
+                raise ValueError(fault)
             entries = {name: self._entry(name, value, start) for name, value in values.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SourceError(f"{self.path} is truncated or not a safetensors file: {error}") from error
+        except ValueError as error:
+            text = str(error).removeprefix(f"{self.path} ").removeprefix("is not valid JSON: ")
+            raise SourceError(f"{self.path} is truncated or not a safetensors file: {text}") from error
         end = start
         for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
             if entry.begin != end:
@@ -144,6 +129,8 @@ class Shard:
     def _entry(self, name: str, value: dict[str, Any], start: int) -> Entry:
         (begin, end), shape, dtype = value["data_offsets"], tuple(value["shape"]), value["dtype"]
         width = 1 if dtype in _ONE_BYTE else DTYPES[dtype].itemsize if dtype in DTYPES else None
+        if begin > end:
+            raise ValueError(f"{name} ends at byte {end}, before it begins at {begin}")
         if width is not None and end - begin != math.prod(shape) * width:
             raise ValueError(f"{name} has {end - begin} bytes; {dtype}{list(shape)} takes {math.prod(shape) * width}")
         return Entry(self.path.name, shape, dtype, start + begin, start + end)
@@ -178,6 +165,13 @@ class TensorSource:
             self._add_file(name)
         if self.index is not None:
             self._check_index(self.index)
+        named = {SINGLE_FILE} if self.index is None else set(self.index.values())
+        by = f"the source is {SINGLE_FILE} alone" if self.index is None else f"{INDEX_FILE} does not name it"
+        paths = sorted(directory.glob("*.safetensors"))
+        self.errors += [f"{path} is there, but {by}" for path in paths if path.name not in named]
+        for name in TOKENIZER_FILES:
+            if os.path.lexists(directory / name) and not (directory / name).is_file():
+                self.errors.append(f"{directory / name} is not a file that can be read")
 
     def read(self, tensor: str, buffer: Buffer | None = None, rows: slice = slice(None)) -> np.ndarray:
         """Rows of a tensor, in memory of their own or in a buffer that holds them until it is used again."""
@@ -227,7 +221,8 @@ class TensorSource:
     def _add_file(self, name: str) -> None:
         path = self.directory / name
         if not path.is_file():
-            self.errors.append(f"{path} is missing; {INDEX_FILE} names it")
+            what = "is not a file that can be read" if os.path.lexists(path) else f"is missing; {INDEX_FILE} names it"
+            self.errors.append(f"{path} {what}")
             return
         try:
             shard = Shard(path)
@@ -246,9 +241,6 @@ class TensorSource:
         for tensor, file in index.items():
             if file in self.shards and tensor not in self.entries:
                 self.errors.append(f"{tensor} is not in {file}, where {INDEX_FILE} has it")
-        for path in sorted(self.directory.glob("*.safetensors")):
-            if path.name not in index.values():
-                self.errors.append(f"{path} is there, but {INDEX_FILE} does not name it")
 
 
 def source_files(source: TensorSource) -> dict[str, dict[str, Any]]:

@@ -1,26 +1,19 @@
 """A conversion that died goes on; whatever stops one is named, and leaves a state from which the right run succeeds."""
 
 import errno
-import json
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from small_sources import target_config, write_target
+from small_sources import write_target
 
 from checkpoints_tools import orbax_item
 from checkpoints_tools.convert import claim, convert
 from checkpoints_tools.manifest import read_manifest
 from checkpoints_tools.source import TensorSource, file_sha256
-from checkpoints_tools.synthesize import synthesize
 from ddtree_jax import checkpoint
 
-ROOT = Path(__file__).parents[1]
-KILLS = 25
 INDEX = "model.safetensors.index.json"
 
 
@@ -73,22 +66,6 @@ def entry_of(folder, tensor):
     return folder / entry.file, entry
 
 
-def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path):
-    synthesize(target_config(8), tmp_path / "source", shard_gb=2e-3)
-    script = [sys.executable, "-W", "ignore", str(ROOT / "tests/kill_converter.py")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [*script, str(tmp_path / "source"), str(tmp_path), str(KILLS)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    report = json.loads(run.stdout)
-    assert report["twice"] == []
-    assert len(report["kills"]) == KILLS and len(set(report["kills"])) > 3, "kills at many stages"
-    undisturbed, *others = (tmp_path / name for name in report["finished"])
-    assert others
-    for out in others:
-        assert contents(out) == contents(undisturbed)
-        assert (out / "manifest.json").read_bytes() == (undisturbed / "manifest.json").read_bytes()
-
-
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_interrupted_conversion_is_no_checkpoint_until_it_is_run_again(written, tmp_path, parts):
     def interrupt(state):
@@ -125,7 +102,9 @@ def test_disk_that_fills_up_keeps_what_is_finished(written, tmp_path, monkeypatc
 
     monkeypatch.setattr(orbax_item.os, "write", write_while_there_is_room)
     message = complaint(written / "source", tmp_path / "out")
-    assert f"disk full; finished parts are kept, and the next run goes on behind them: '{tmp_path / 'out'}'" in message
+    assert (
+        "disk full (No space left on device); finished parts are kept, and the next run goes on behind them" in message
+    )
     assert not list((tmp_path / "out").glob("*.partial")), "what is of no use takes no room"
     monkeypatch.undo()
     kept = list(read_manifest(tmp_path / "out").parts)
@@ -220,6 +199,11 @@ def test_changed_source_is_noticed_if_finished_parts_came_from_it(written, here,
     message = complaint(tmp_path / "other", out)
     assert f"{tmp_path / 'other'} has changed since {out} was begun" in message
     assert f"layer_1 was converted from other bytes than {path.name}" in message and "layer_0" not in message
+    assert "choose another folder, or delete layer_1 in this one to have them converted again" in message
+    shutil.copytree(out, tmp_path / "mended")
+    shutil.rmtree(tmp_path / "mended/layer_1")
+    convert(tmp_path / "other", tmp_path / "mended", report=quiet)
+    assert contents(tmp_path / "mended").keys() == contents(written / "out").keys()
     assert_right_run_succeeds(written, written / "source", out)
 
 
@@ -254,26 +238,10 @@ def test_layout_for_another_mesh_needs_another_folder(written, tmp_path):
         convert(written / "source", tmp_path / "out", mesh="tensor=4", report=quiet)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "manifest.json: Expecting"),
-        ('{"format_version": 1}', "manifest.json: format_version is 1; this version writes 2"),
-        ('{"format_version": 2, "parts": 3}', "manifest.json: "),
-    ],
-)
-def test_manifest_of_another_version_or_a_damaged_one_is_named(written, tmp_path, text, message):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/manifest.json").write_text(text)
-    assert message in complaint(written / "source", tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
-    assert_right_run_succeeds(written, written / "source", tmp_path / "out")
-
-
 def test_number_of_threads_does_not_matter(written, tmp_path):
     convert(written / "source", tmp_path / "out", workers=1, report=quiet)
     assert contents(tmp_path / "out") == contents(written / "out")
-    with pytest.raises(ValueError, match="workers is 0; at least 1 is needed"):
+    with pytest.raises(ValueError, match="workers is 0; allowed are 1 to 256"):
         convert(written / "source", tmp_path / "other", workers=0)
 
 
