@@ -7,20 +7,18 @@
 Weights alone are counted; caches and activations need some of what is left. GB are 10^9 bytes.
 """
 
-import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-from absl import app
-
-from checkpoints_tools.convert import recognise
-from ddtree_jax.checkpoint import METADATA_FILE, Metadata, StoredArray, read_metadata, stored_arrays
+from checkpoints_tools import command
+from checkpoints_tools.meshes import num_shards
+from checkpoints_tools.models import read_checkpoint, recognise
+from checkpoints_tools.parts import num_bytes
+from ddtree_jax.checkpoint import METADATA_FILE, Metadata, stored_arrays
 from ddtree_jax.config import INT4_GROUP_SIZE
 from ddtree_jax.expert_layout import loaded_as_stored, stored_parameters
 from ddtree_jax.pallas.int4_blocks import BLOCK_WORDS, WEIGHT_WORDS
-from ddtree_jax.sharding import RULES, ArrayInfo, mesh_sizes
+from ddtree_jax.sharding import mesh_sizes
 
 DEVICE_COUNTS = (1, 2, 4, 8)
 DEVICE_GB = (80, 96, 141)
@@ -44,10 +42,6 @@ _KINDS = {
 }  # fmt: skip
 
 
-def num_bytes(array: StoredArray) -> int:
-    return math.prod(array.shape) * np.dtype(array.dtype).itemsize
-
-
 def sizes_by_kind(metadata: Metadata) -> dict[str, int]:
     """Bytes of every kind of tensor. Scales inside blocks count as scales."""
     kind_of = {name: kind for kind, names in _KINDS.items() for name in names}
@@ -69,31 +63,25 @@ def bytes_a_device(metadata: Metadata, mesh: str) -> int | None:
         infos = infos if loaded_as_stored(infos, sizes) else parameters[part]
         arrays = stored_arrays({part: infos})[part]
         for name, info in infos.items():
-            shards = _num_shards(info, sizes)
+            shards = num_shards(info, sizes)
             if shards is None:
                 return None
             total += num_bytes(arrays[name]) // shards
     return total
 
 
-def _num_shards(info: ArrayInfo, sizes: dict[str, int]) -> int | None:
-    counts = [sizes[RULES[axis]] if axis in RULES else 1 for axis in info.axes]
-    if any(size % count for size, count in zip(info.shape, counts, strict=True)):
-        return None
-    return math.prod(counts)
-
-
 def describe(directory: str | Path) -> Iterator[str]:
     """Lines to print.
 
     Raises:
-      ValueError: no finished checkpoint.
+      ValueError: no finished checkpoint, or one whose metadata is not that of its model.
     """
-    metadata = read_metadata(directory)
+    metadata, model = read_checkpoint(Path(directory))
+    if metadata.arrays != stored_arrays(stored_parameters(model.parameters, metadata.mesh)):
+        raise ValueError(f"{Path(directory) / METADATA_FILE}: arrays are not those of the model in its config")
     yield f"{directory}: {'target' if metadata.kind == 'kimi' else 'DFlash drafter'}, laid out for {metadata.mesh}"
-    config = recognise(metadata.config, Path(directory) / METADATA_FILE).config
     yield ""
-    yield from (f"  {name:<26} {getattr(config, name)}" for name in _SHOWN if hasattr(config, name))
+    yield from (f"  {name:<26} {getattr(model.config, name)}" for name in _SHOWN if hasattr(model.config, name))
     yield from ("", *_quantization(metadata), "")
     sizes = sizes_by_kind(metadata)
     yield from (f"  {kind:<26} {size / 1e9:>12,.4f} GB" for kind, size in sizes.items())
@@ -122,13 +110,10 @@ def _mesh_line(metadata: Metadata, mesh: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    if len(arguments) != 2:
-        sys.exit("inspect: one folder is needed: python -m checkpoints_tools.inspect DIR")
-    try:
-        print("\n".join(describe(arguments[1])))
-    except (ValueError, OSError) as error:
-        sys.exit(f"inspect: {error}")
+    if len(arguments) != 1:
+        raise ValueError("one folder is needed: python -m checkpoints_tools.inspect DIR")
+    print("\n".join(describe(arguments[0])))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

@@ -12,12 +12,28 @@ the bytes that went in are the same.
 
 import dataclasses
 import json
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpoints_tools.orbax_item import replace_file
+from checkpoints_tools.files import naming, read_json
+from checkpoints_tools.orbax_item import DESCRIPTIONS, replace_file
+from ddtree_jax.arguments import shown
 from ddtree_jax.checkpoint import FORMAT_VERSION, MANIFEST_FILE
+from ddtree_jax.sharding import mesh_sizes
+
+_FORM = {
+    "format_version": int,
+    "kind": str,
+    "config": dict,
+    "mesh": str,
+    "source": {str: dict},
+    "parts": {str: {"source_checksum": str, "files": {str: (int, int)}}},
+    "checked": {str: str},
+}
+_PIECE_BYTES = 1 << 24
 
 
 @dataclass(slots=True)
@@ -61,28 +77,43 @@ def read_manifest(out: Path) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_text())
-        version = values.pop("format_version")
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version is {version!r}; this version writes {FORMAT_VERSION}: delete the folder or choose another"
-            )
-        parts = {
-            part: PartRecord(
-                record["source_checksum"], {name: (size, crc) for name, (size, crc) in record["files"].items()}
-            )
-            for part, record in values.pop("parts").items()
-        }
-        return Manifest(parts=parts, **values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        values = read_json(path)
+        version = values.get("format_version")
+        if type(version) is not int or version != FORMAT_VERSION:
+            raise ValueError(f"{path}: format_version is {shown(version)}; this version writes {FORMAT_VERSION}")
+        read_json(path, _FORM)
+        if fault := _mesh_fault(values["mesh"]):
+            raise ValueError(f"{path}: {fault}")
+    except ValueError as error:
+        raise ValueError(f"{error}: delete the folder or choose another") from error
+    parts = {
+        part: PartRecord(record["source_checksum"], {name: tuple(entry) for name, entry in record["files"].items()})
+        for part, record in values["parts"].items()
+    }
+    del values["format_version"]
+    return Manifest(**values | {"parts": parts})
 
 
-def find_lost(out: Path, manifest: Manifest) -> list[str]:
-    """Recorded parts that are no longer there as they were written, as far as names and sizes tell."""
+def _mesh_fault(mesh: str) -> str | None:
+    try:
+        mesh_sizes(mesh)
+    except ValueError as error:
+        return str(error)
+    return None
 
-    def is_whole(part: str, record: PartRecord) -> bool:
-        files = {name: out / part / name for name in record.files}
-        return all(path.is_file() and path.stat().st_size == record.files[name][0] for name, path in files.items())
 
-    return [part for part, record in manifest.parts.items() if not is_whole(part, record)]
+def changed_files(folder: Path, record: PartRecord, *, read_all: bool = False) -> Iterator[Path]:
+    """Files of a part that are not as they were written: by size and, of those that describe the part or all, by content."""
+    for name, (size, crc) in record.files.items():
+        path = folder / name
+        is_read = read_all or path.name in DESCRIPTIONS
+        if not path.is_file() or path.stat().st_size != size or (is_read and _crc32(path) != crc):
+            yield path
+
+
+def _crc32(path: Path) -> int:
+    digest = 0
+    with naming(path), path.open("rb") as file:
+        while data := file.read(_PIECE_BYTES):
+            digest = zlib.crc32(data, digest)
+    return digest

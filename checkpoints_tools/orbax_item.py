@@ -10,24 +10,27 @@
 Orbax's own writer takes arrays that are whole. What is written here is what it would write, and Orbax reads it.
 """
 
-import itertools
 import json
 import math
 import os
 import shutil
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from checkpoints_tools.direct_io import write_file
+from checkpoints_tools.files import naming
 from ddtree_jax.checkpoint import StoredArray
 from ddtree_jax.sharding import RULES, ArrayInfo
 
 SHARDS = 8
 """Chunks divide an axis that a mesh may split into so many, as far as its size allows."""
+
+DESCRIPTIONS = ("_METADATA", ".zarray")
+"""Names of the files that describe an item and its arrays."""
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1 << 14, 1 << 25
 
@@ -58,7 +61,7 @@ class ItemWriter:
         """
         self.path = directory / name
         self._partial = self._partial_path(directory, name)
-        self._chunks = {array: chunks for array, (_, chunks) in arrays.items()}
+        self._arrays = list(arrays)
         self._partial.mkdir()
         for array in arrays:
             (self._partial / array).mkdir()
@@ -66,7 +69,7 @@ class ItemWriter:
         texts["_METADATA"] = _item_metadata(arrays)
         self.described = {}
         for name, text in texts.items():
-            start_file(self._partial / name, text.encode())
+            write_file(self._partial / name, text.encode())
             self.described[name] = (len(text.encode()), zlib.crc32(text.encode()))
 
     @staticmethod
@@ -78,23 +81,17 @@ class ItemWriter:
         """Removes what a writer that died has left of an item."""
         remove(cls._partial_path(directory, name))
 
-    def write_slab(self, array: str, start: int, slab: np.ndarray) -> dict[str, tuple[int, int]]:
-        """Writes all chunks in some rows of an array, whole chunks from ``start`` on; size and CRC-32 by file name."""
-        chunks = self._chunks[array]
-        counts = [size // chunk for size, chunk in zip(slab.shape, chunks, strict=True)]
-        written = {}
-        for place in itertools.product(*map(range, counts)):
-            where = tuple(slice(i * chunk, (i + 1) * chunk) for i, chunk in zip(place, chunks, strict=True))
-            data = np.ascontiguousarray(slab[where]).reshape(-1).view(np.uint8)
-            name = f"{array}/{'.'.join(map(str, (start // chunks[0] + place[0], *place[1:])))}"
-            start_file(self._partial / name, data)
-            written[name] = (data.nbytes, zlib.crc32(data))
-        return written
+    def write_chunk(self, array: str, place: tuple[int, ...], values: np.ndarray) -> dict[str, tuple[int, int]]:
+        """Writes a chunk of an array, by its place among all chunks; size and CRC-32 by file name."""
+        data, name = values.reshape(-1).view(np.uint8), f"{array}/{'.'.join(map(str, place))}"
+        write_file(self._partial / name, data)
+        return {name: (data.nbytes, zlib.crc32(data))}
 
-    def commit(self, pool: Executor) -> None:
+    def commit(self) -> None:
         """Gives the item its name, once everything in it is on the disk."""
-        list(pool.map(finish_file, filter(Path.is_file, self._partial.rglob("*"))))
-        for array in self._chunks:
+        for path in filter(Path.is_file, self._partial.rglob("*")):
+            finish_file(path)
+        for array in self._arrays:
             sync_folder(self._partial / array)
         sync_folder(self._partial)
         remove(self.path)
@@ -134,23 +131,12 @@ def _array_metadata(stored: StoredArray, chunks: tuple[int, ...]) -> str:
     )
 
 
-def start_file(path: Path, data: bytes | np.ndarray) -> None:
-    """Writes a file and lets the disk begin; `finish_file` waits for it."""
-    view = memoryview(data)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        while len(view):
-            view = view[os.write(fd, view) :]
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
 def finish_file(path: Path) -> None:
     """Waits until a file is on the disk; it then needs no place in memory."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
@@ -159,9 +145,12 @@ def finish_file(path: Path) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Writes a file so that it holds the old or the new content, whatever happens."""
     partial = path.with_name(f"{path.name}.partial")
-    start_file(partial, data)
-    finish_file(partial)
-    partial.replace(path)
+    try:
+        write_file(partial, data)
+        finish_file(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -5,13 +5,14 @@ of the block layout as `ddtree_jax.pallas.int4_blocks` describes it.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
+from ddtree_jax.checkpoint import StoredArray
 from ddtree_jax.config import DFlashConfig, KimiConfig
 
 PREFIX = "language_model."
-IGNORED = re.compile(r"vision_tower\..*|mm_projector\..*|.*\.rotary_emb\.inv_freq|.*\.rotary_emb\.inv_freq")
+IGNORED = re.compile(r"vision_tower\..*|mm_projector\..*|.*\.rotary_emb\.inv_freq")
 EXPERT_ARRAYS = re.compile(r"(gate_up|down)_(E2FI|EDI|EMKmw|scale_E2FG|scale_EDG)")
 
 
@@ -158,13 +159,37 @@ def _block_row(weight: Weight, group: int) -> tuple[str, int, int, int, int]:
     return "gate_up_EMKmw", block, inner // 8, inner % 8, int(weight.projection == "up")
 
 
-def all_tensors(config: KimiConfig | DFlashConfig, parts: list[str]) -> Iterator[str]:
-    """Names of every tensor that a model has, without a prefix; some more than once."""
-    for part in parts:
-        yield from (place.tensor for place in dense_places(config, part).values())
-        layer = int(part.removeprefix("layer_")) if part.startswith("layer_") else None
-        if isinstance(config, KimiConfig) and layer is not None and layer >= config.first_k_dense_replace:
-            for expert in range(config.n_routed_experts):
-                for projection in ("gate", "up", "down"):
-                    for kind in ("weight_packed", "weight_scale", "weight_shape"):
-                        yield Weight(expert, projection, 0, 0).tensor(layer, kind)
+class Tensor(NamedTuple):
+    """What a published tensor must be: ``values`` are those that it must hold, if only those are right."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    values: tuple[int, ...] = ()
+
+
+def all_tensors(config: KimiConfig | DFlashConfig, arrays: dict[str, dict[str, StoredArray]]) -> dict[str, Tensor]:
+    """Every tensor that a model has by its name without a prefix, given its parts' arrays.
+
+    A tensor's shape is that of the places that its arrays' last values come from.
+    """
+    found: dict[str, Tensor] = {}
+    for part, table in arrays.items():
+        for name, place in dense_places(config, part).items():
+            shape = tuple(i + 1 for i in place.find(*(size - 1 for size in table[name].shape)))
+            dtype = "F32" if name == "router_bias_E" else "BF16"
+            found[place.tensor] = max(found.get(place.tensor, Tensor((), ())), Tensor(shape, (dtype,)))
+        if any(map(EXPERT_ARRAYS.fullmatch, table)):
+            found |= _expert_tensors(config, int(part.removeprefix("layer_")))
+    return found
+
+
+def _expert_tensors(config: KimiConfig, layer: int) -> dict[str, Tensor]:
+    D, F = config.hidden_size, config.moe_intermediate_size
+    found = {}
+    for projection, rows, columns in (("gate", F, D), ("up", F, D), ("down", D, F)):
+        for expert in range(config.n_routed_experts):
+            name = Weight(expert, projection, 0, 0).tensor
+            found[name(layer, "weight_packed")] = Tensor((rows, columns // 8), ("I32",))
+            found[name(layer, "weight_scale")] = Tensor((rows, columns // 32), ("BF16",))
+            found[name(layer, "weight_shape")] = Tensor((2,), ("I32", "I64"), (rows, columns))
+    return found

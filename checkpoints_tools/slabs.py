@@ -1,7 +1,10 @@
 """Makes some rows of a stored array from the source's tensors: what one thread of the converter does at a time.
 
-A slab is as many rows of an array's first axis as its chunks have. Experts' tensors are looked at once: hashed, checked
-and packed while they are in the cache. Other tensors may lie in several slabs and are hashed and checked by themselves.
+A slab is as many rows of an array's first axis as its chunks have, or all of an array whose rows lie scattered in its
+tensor. Each tensor is read once, hashed and checked while it is there, and goes from one piece of memory into chunks::
+
+    experts'  words, scales ──► blocks, packed where their chunks lie ──────────────┐
+    whole     tensor, or its rows ──► seen with the array's axes ──► chunk by chunk ─┴──► files
 """
 
 import itertools
@@ -14,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from checkpoints_tools.blocks import BlockPacker
+from checkpoints_tools.direct_io import Buffer
 from checkpoints_tools.key_map import Piece
 from checkpoints_tools.source import DTYPES, TensorSource
 from ddtree_jax.checkpoint import StoredArray
@@ -25,7 +29,8 @@ PUBLISHED = {
 }
 """Arrays of words and of scales from which blocks are made."""
 
-_TURNED_ROWS = 256
+_TILE_COLUMNS = 256
+_LOOK_BYTES = 1 << 18  # what is hashed is then still in a core's cache when it is checked
 _FLOATS = {"BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
 
 
@@ -37,17 +42,52 @@ class Slab(NamedTuple):
     stop: int
 
 
+class Chunk(NamedTuple):
+    """Values of one chunk, contiguous, by its place among the array's chunks. They stand until the next is asked for."""
+
+    place: tuple[int, ...]
+    values: np.ndarray
+
+
+class Digest(NamedTuple):
+    """CRC-32 of so many bytes of a tensor."""
+
+    num_bytes: int
+    crc32: int
+
+
 @dataclass
 class Findings:
-    """CRC-32 of tensors that were looked at, and what is wrong with their values, a sentence each."""
+    """Digests, and sentences on what is wrong, both by tensor and first byte of what was looked at."""
 
-    digests: dict[str, int] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
+    digests: dict[tuple[str, int], Digest] = field(default_factory=dict)
+    errors: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def add(self, other: "Findings") -> None:
+        self.digests |= other.digests
+        self.errors |= other.errors
 
 
-def slabs_of(array: str, stored: StoredArray, chunks: tuple[int, ...]) -> Iterator[Slab]:
-    for start in range(0, stored.shape[0], chunks[0]):
-        yield Slab(array, start, start + chunks[0])
+class Memory:
+    """What one thread works in, used for slab after slab: tensors as read, values of indexed pieces, one chunk."""
+
+    def __init__(self) -> None:
+        self.tensors, self.values, self.chunk = Buffer(), Buffer(), Buffer()
+        self._packers: dict[tuple[int, int], BlockPacker] = {}
+
+    def packer(self, columns: int, group: int) -> BlockPacker:
+        if (columns, group) not in self._packers:
+            self._packers[columns, group] = BlockPacker(columns, group)
+        return self._packers[columns, group]
+
+
+def slabs_of(
+    array: str, stored: StoredArray, chunks: tuple[int, ...], pieces: dict[str, list[Piece]]
+) -> Iterator[Slab]:
+    is_scattered = array in pieces and any(piece.is_turned or piece.arrange for piece in pieces[array])
+    rows = stored.shape[0] if is_scattered else chunks[0]
+    for start in range(0, stored.shape[0], rows):
+        yield Slab(array, start, start + rows)
 
 
 def coverage_faults(array: str, stored: StoredArray, pieces: dict[str, list[Piece]]) -> Iterator[str]:
@@ -76,92 +116,130 @@ def _fits(stored: StoredArray, piece: Piece) -> bool:
     return piece.shape == shape
 
 
-def fill_slab(slab: Slab, stored: StoredArray, pieces: dict[str, list[Piece]], source: TensorSource) -> tuple:
-    """The slab's values [stop - start, ...] and what was found in experts' tensors on the way (`Findings`)."""
+def fill_slab(
+    slab: Slab,
+    stored: StoredArray,
+    chunks: tuple[int, ...],
+    pieces: dict[str, list[Piece]],
+    source: TensorSource,
+    memory: Memory,
+) -> tuple[Findings, Iterator[Chunk]]:
+    """What was found in the slab's tensors, all of which have been looked at, and its chunks, made as they are asked for."""
     findings = Findings()
-    values = np.empty((slab.stop - slab.start, *stored.shape[1:]), stored.dtype)
     if slab.array in PUBLISHED:
-        _fill_blocks(slab, values, pieces, source, findings)
-        return values, findings
-    for piece in pieces[slab.array]:
-        if not piece.index:
-            _fill_whole(slab, stored, values, piece, source)
-        elif slab.start <= piece.index[0] < slab.stop:
-            place = (piece.index[0] - slab.start, *piece.index[1:])
-            values[place] = _look_at(piece.tensor, source, findings)
-            source.release(piece.tensor)
-    return values, findings
+        return findings, _fill_blocks(slab, stored, chunks, pieces, source, memory, findings)
+    if pieces[slab.array][0].index:
+        values = _fill_indexed(slab, stored, pieces[slab.array], source, memory, findings)
+    else:
+        values = _see_whole(slab, stored, pieces[slab.array][0], source, memory, findings)
+    return findings, _cut(slab, values, chunks, memory.chunk)
 
 
 def examine(tensor: str, source: TensorSource) -> Findings:
     """Hash and check of one tensor, in bounded memory."""
-    entry, findings, digest, done = source.entries[tensor], Findings(), 0, 0
+    findings, done = Findings(), 0
     for data in source.pieces(tensor):
-        digest = zlib.crc32(data, digest)
-        if not findings.errors:
-            findings.errors += _find_non_finite(tensor, data, entry.dtype, entry.shape, done)
+        _look_at(tensor, data, source, findings, done)
         done += data.nbytes
-    findings.digests[tensor] = digest
     return findings
 
 
-def _fill_whole(slab: Slab, stored: StoredArray, values: np.ndarray, piece: Piece, source: TensorSource) -> None:
+def _see_whole(
+    slab: Slab, stored: StoredArray, piece: Piece, source: TensorSource, memory: Memory, findings: Findings
+) -> np.ndarray:
+    """Rows of the array as a view of the tensor that holds them."""
+    is_plain = not piece.is_turned and piece.arrange is None
+    rows = slice(slab.start, slab.stop) if is_plain else slice(None)
+    values = source.read(piece.tensor, memory.tensors, rows)
+    _look_at(piece.tensor, values, source, findings, slab.start * values[:1].nbytes if is_plain else 0)
     if piece.is_turned:
-        width = piece.shape[1] // stored.shape[0]  # inputs a row of the array has
-        weight = source.read(piece.tensor)[:, slab.start * width : slab.stop * width]
-        turned = values.reshape(weight.shape[1], weight.shape[0])
-        for row in range(0, len(weight), _TURNED_ROWS):  # so many at a time stay in the cache
-            turned[:, row : row + _TURNED_ROWS] = weight[row : row + _TURNED_ROWS].T
-        source.release(piece.tensor)
-    elif piece.arrange is None:
-        values[...] = source.read(piece.tensor, slice(slab.start, slab.stop))
-    else:
-        values[...] = piece.arrange(source.read(piece.tensor))[slab.start : slab.stop]
-        source.release(piece.tensor)
+        return values.T.reshape(stored.shape)
+    return values if piece.arrange is None else piece.arrange(values)
 
 
-def _fill_blocks(
-    slab: Slab, values: np.ndarray, pieces: dict[str, list[Piece]], source: TensorSource, findings: Findings
-) -> None:
-    tensors = [{piece.index: piece.tensor for piece in pieces[name]} for name in PUBLISHED[slab.array]]
-    packer = None
-
-    def look_at(*index: int) -> tuple[np.ndarray, np.ndarray]:
-        words, scale = (_look_at(table[index], source, findings) for table in tensors)
-        return words.view(np.uint32), scale.view(np.uint16)
-
-    for expert in range(slab.start, slab.stop):
-        out_MKmw = values[expert - slab.start].view(np.uint32)
-        halves = [look_at(expert, half) for half in range(2)] if (expert, 0) in tensors[0] else [look_at(expert)]
-        packer = packer or BlockPacker(halves[0][0].shape[1] * 8)
-        if len(halves) == 2:
-            packer.pack_gate_up(*halves, out_MKmw)
-        else:
-            packer.pack_down(*halves[0], out_MKmw)
-        for table in tensors:
-            for index in ((expert, 0), (expert, 1), (expert,)):
-                if index in table:
-                    source.release(table[index])
-
-
-def _look_at(tensor: str, source: TensorSource, findings: Findings) -> np.ndarray:
-    entry, values = source.entries[tensor], source.read(tensor)
-    data = values.reshape(-1).view(np.uint8)
-    findings.digests[tensor] = zlib.crc32(data)
-    findings.errors += _find_non_finite(tensor, data, entry.dtype, entry.shape, 0)
+def _fill_indexed(
+    slab: Slab, stored: StoredArray, pieces: list[Piece], source: TensorSource, memory: Memory, findings: Findings
+) -> np.ndarray:
+    values = _shape_values(memory.values, (slab.stop - slab.start, *stored.shape[1:]), np.dtype(stored.dtype))
+    for piece in pieces:
+        if slab.start <= piece.index[0] < slab.stop:
+            tensor = source.read(piece.tensor, memory.tensors)
+            _look_at(piece.tensor, tensor, source, findings, 0)
+            values[(piece.index[0] - slab.start, *piece.index[1:])] = tensor
     return values
 
 
-def _find_non_finite(tensor: str, data: np.ndarray, dtype: str, shape: tuple[int, ...], offset: int) -> list[str]:
+def _cut(slab: Slab, values: np.ndarray, chunks: tuple[int, ...], buffer: Buffer) -> Iterator[Chunk]:
+    bits = values.view(f"u{values.itemsize}")  # numpy copies integers faster than bfloat16
+    first = slab.start // chunks[0]
+    for place in np.ndindex(*(size // chunk for size, chunk in zip(values.shape, chunks, strict=True))):
+        where = tuple(slice(i * chunk, (i + 1) * chunk) for i, chunk in zip(place, chunks, strict=True))
+        chunk = _shape_values(buffer, chunks, bits.dtype)
+        _copy_in_tiles(chunk, bits[where])
+        yield Chunk((first + place[0], *place[1:]), chunk)
+
+
+def _copy_in_tiles(out: np.ndarray, values: np.ndarray) -> None:
+    """Copies values that may lie along another axis than the last, so many columns at a time that they stay in the cache."""
+    for column in range(0, out.shape[-1], _TILE_COLUMNS):
+        out[..., column : column + _TILE_COLUMNS] = values[..., column : column + _TILE_COLUMNS]
+
+
+def _shape_values(buffer: Buffer, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return buffer.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+
+def _fill_blocks(
+    slab: Slab,
+    stored: StoredArray,
+    chunks: tuple[int, ...],
+    pieces: dict[str, list[Piece]],
+    source: TensorSource,
+    memory: Memory,
+    findings: Findings,
+) -> Iterator[Chunk]:
+    tables = [{piece.index: piece.tensor for piece in pieces[name]} for name in PUBLISHED[slab.array]]
+    grid = [size // chunk for size, chunk in zip(stored.shape[1:3], chunks[1:3], strict=True)]
+    values = _shape_values(memory.values, (*grid, *chunks), np.dtype(np.uint32))
+    for expert in range(slab.start, slab.stop):
+        indices = [(expert, 0), (expert, 1)] if (expert, 0) in tables[0] else [(expert,)]
+        tensors = [table[index] for index in indices for table in tables]
+        arrays = source.read_together(tensors, memory.tensors)
+        for tensor, array in zip(tensors, arrays, strict=True):
+            _look_at(tensor, array, source, findings, 0)
+        words, scales = [a.view(np.uint32) for a in arrays[::2]], [a.view(np.uint16) for a in arrays[1::2]]
+        packer = memory.packer(words[0].shape[1] * 8, chunks[3])
+        pairs, out = list(zip(words, scales, strict=True)), values[:, :, expert - slab.start]
+        if len(pairs) == 2:
+            packer.pack_gate_up(*pairs, out)
+        else:
+            packer.pack_down(*pairs[0], out)
+    first = slab.start // chunks[0]
+    return (Chunk((first, *place, 0, 0), values[place]) for place in np.ndindex(*grid))
+
+
+def _look_at(tensor: str, values: np.ndarray, source: TensorSource, findings: Findings, offset: int) -> None:
+    """Hashes and checks values of a tensor that begin at a byte of it. Of wrong ones the first is told."""
+    data, entry, digest, fault = values.reshape(-1).view(np.uint8), source.entries[tensor], 0, None
+    for begin in range(0, len(data), _LOOK_BYTES):
+        piece = data[begin : begin + _LOOK_BYTES]
+        digest = zlib.crc32(piece, digest)
+        fault = fault or _find_non_finite(tensor, piece, entry.dtype, entry.shape, offset + begin)
+    findings.digests[tensor, offset] = Digest(len(data), digest)
+    if fault:
+        findings.errors[tensor, offset] = fault
+
+
+def _find_non_finite(tensor: str, data: np.ndarray, dtype: str, shape: tuple[int, ...], offset: int) -> str | None:
     """A sentence on the first value that is no finite number; ``data`` are bytes of the tensor from ``offset`` on."""
     if dtype not in _FLOATS:
-        return []
+        return None
     bits, exponent = _FLOATS[dtype]
-    is_bad = (data.view(bits) & bits(exponent)) == bits(exponent)
-    if not is_bad.any():
-        return []
-    first = int(is_bad.argmax())
+    exponents = data.view(bits) & bits(exponent)
+    if exponents.max(initial=0) < exponent:
+        return None
+    first = int((exponents == exponent).argmax())
     place = np.unravel_index(offset // np.dtype(bits).itemsize + first, shape)
     value = data.view(bits)[first : first + 1].view(DTYPES[dtype]).astype(np.float32)[0]
     where = ", ".join(str(int(i)) for i in place)
-    return [f"{tensor} is {value} at [{where}]; finite numbers are needed"]
+    return f"{tensor} is {value} at [{where}]; finite numbers are needed"

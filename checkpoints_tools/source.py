@@ -1,22 +1,24 @@
-"""A Hugging Face checkpoint folder: ``config.json`` and safetensors in one file or in shards, read by mmap.
+"""A Hugging Face checkpoint folder: ``config.json`` and safetensors in one file or in shards.
 
-A tensor's pages are read in before they are looked at, so that a file that has shrunk or a bad disk is an error with a
-name and not the end of the process, and given up right after, so that memory does not grow.
+Tensors are read into memory that the caller gives, so that memory does not grow; a file that has shrunk and a bad disk are
+errors with a name. Files stay open: what is put in their place meanwhile is not read.
 """
 
 import errno
 import hashlib
-import json
 import math
-import mmap
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+
+from checkpoints_tools.direct_io import ALIGNMENT, Buffer, open_file, read_range, room
+from checkpoints_tools.files import SourceError, form_fault, parse_json, read_file, read_json
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -29,9 +31,9 @@ DTYPES = {
     "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8"), "U64": np.dtype("<u8"),
 }  # fmt: skip
 _ONE_BYTE = ("F8_E4M3", "F8_E5M2")
+_HEADER = {str: {"dtype": str, "shape": [int], "data_offsets": (int, int)}}
 _MAX_HEADER = 1 << 28
 _PIECE_BYTES = 1 << 26
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which the mmap module does not name
 
 
 class Entry(NamedTuple):
@@ -44,33 +46,6 @@ class Entry(NamedTuple):
     end: int
 
 
-class SourceError(ValueError):
-    """Something is wrong with the source; the message names the file or the tensor."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ValueError, naming the file, if it is missing, names a key twice or holds something else."""
-    if not path.is_file():
-        raise SourceError(f"{path} is missing")
-    try:
-        values = json.loads(path.read_text(), object_pairs_hook=_unique)
-    except OSError as error:
-        raise SourceError(f"{path} can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise SourceError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise SourceError(f"{path} holds a {type(values).__name__}; a JSON object is needed")
-    return values
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is in it twice")
-    return values
-
-
 def read_index(directory: Path) -> dict[str, str] | None:
     """File of each tensor by ``model.safetensors.index.json``; None where there is a single file and no index."""
     if not (directory / INDEX_FILE).exists():
@@ -78,7 +53,7 @@ def read_index(directory: Path) -> dict[str, str] | None:
             raise SourceError(f"{directory} has neither {INDEX_FILE} nor {SINGLE_FILE}")
         return None
     weight_map = read_json(directory / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if form_fault(weight_map, {str: str}):
         raise SourceError(f"{directory / INDEX_FILE}: weight_map must name a file for every tensor")
     return weight_map
 
@@ -91,20 +66,28 @@ def known_checksums(directory: Path) -> dict[str, str]:
     links = {path.name: path.resolve().name for path in directory.glob("*.safetensors") if path.is_symlink()}
     known = {name: blob for name, blob in links.items() if re.fullmatch("[0-9a-f]{64}", blob)}
     for path in sorted((directory / ".cache/huggingface/download").glob("*.metadata")):
-        lines = path.read_text().split()
+        lines = read_file(path).decode(errors="replace").split()
         if len(lines) > 1 and re.fullmatch("[0-9a-f]{64}", lines[1]):  # of a file in Git LFS
             known[path.name.removesuffix(".metadata")] = lines[1]
-    if (directory / CHECKSUM_FILE).is_file():
-        for line in (directory / CHECKSUM_FILE).read_text().splitlines():
-            match = re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line)
-            if not match:
-                raise SourceError(f"{directory / CHECKSUM_FILE} has {line!r}; a SHA-256 and a file name are needed")
-            known[match[2].removeprefix("./")] = match[1]
+    return known | _listed_checksums(directory / CHECKSUM_FILE)
+
+
+def _listed_checksums(path: Path) -> dict[str, str]:
+    known = {}
+    try:
+        text = read_file(path).decode() if path.exists() else ""
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}") from error
+    for line in filter(None, map(str.strip, text.splitlines())):
+        match = re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line)
+        if not match:
+            raise SourceError(f"{path} has {line!r}; a SHA-256 and a file name are needed")
+        known[match[2].removeprefix("./")] = match[1].lower()
     return known
 
 
 class Shard:
-    """One safetensors file, its header read and checked, its data mapped."""
+    """One safetensors file, its header read and checked, held open."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -116,20 +99,23 @@ class Shard:
                 if len(head) < 8 or size > _MAX_HEADER or 8 + size > self.num_bytes:
                     raise SourceError(f"{path} is truncated or not a safetensors file: it ends inside its header")
                 header = file.read(size)
-                self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                self._fd = open_file(path, os.O_RDONLY)
         except OSError as error:
             raise SourceError(f"{path} can't be read: {error.strerror}") from error
-        self._map.madvise(mmap.MADV_SEQUENTIAL)
+        weakref.finalize(self, os.close, self._fd)
         self.header_sha256 = hashlib.sha256(head + header).hexdigest()
         self.entries = self._read_header(header, 8 + size)
 
     def _read_header(self, header: bytes, start: int) -> dict[str, Entry]:
         try:
-            values = json.loads(header, object_pairs_hook=_unique)
+            values = parse_json(header, self.path)
             values.pop("__metadata__", None)
+            if fault := form_fault(values, _HEADER):
+                raise ValueError(fault)
             entries = {name: self._entry(name, value, start) for name, value in values.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SourceError(f"{self.path} is truncated or not a safetensors file: {error}") from error
+        except ValueError as error:
+            text = str(error).removeprefix(f"{self.path} ").removeprefix("is not valid JSON: ")
+            raise SourceError(f"{self.path} is truncated or not a safetensors file: {text}") from error
         end = start
         for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
             if entry.begin != end:
@@ -143,41 +129,27 @@ class Shard:
     def _entry(self, name: str, value: dict[str, Any], start: int) -> Entry:
         (begin, end), shape, dtype = value["data_offsets"], tuple(value["shape"]), value["dtype"]
         width = 1 if dtype in _ONE_BYTE else DTYPES[dtype].itemsize if dtype in DTYPES else None
+        if begin > end:
+            raise ValueError(f"{name} ends at byte {end}, before it begins at {begin}")
         if width is not None and end - begin != math.prod(shape) * width:
             raise ValueError(f"{name} has {end - begin} bytes; {dtype}{list(shape)} takes {math.prod(shape) * width}")
         return Entry(self.path.name, shape, dtype, start + begin, start + end)
 
-    def bytes_at(self, begin: int, end: int, name: str) -> np.ndarray:
-        """A view of bytes of the file, read in. Raises SourceError, naming the tensor, if they can't be."""
-        page = begin - begin % mmap.PAGESIZE
+    def bytes_at(self, begin: int, end: int, name: str, memory: np.ndarray) -> np.ndarray:
+        """Bytes of the file, read into memory. Raises SourceError, naming the tensor, if they can't be."""
         try:
-            self._map.madvise(_POPULATE_READ, page, end - page)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # an older kernel; then the read below says so
-                raise self._unreadable(name, begin, end, error) from error
-            self._read_through(begin, end, name)
-        return np.frombuffer(self._map, np.uint8, end - begin, begin)
-
-    def _read_through(self, begin: int, end: int, name: str) -> None:
-        try:
-            with self.path.open("rb") as file:
-                for position in range(begin, end, _PIECE_BYTES):
-                    if len(os.pread(file.fileno(), min(_PIECE_BYTES, end - position), position)) == 0:
-                        raise OSError(errno.EIO, "end of file")
+            data = read_range(self._fd, begin, end, memory)
+            if len(data) < end - begin:
+                raise OSError(errno.EIO, "end of file")
         except OSError as error:
             raise self._unreadable(name, begin, end, error) from error
+        return data
 
     def _unreadable(self, name: str, begin: int, end: int, error: OSError) -> SourceError:
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < end:
             return SourceError(f"{name} in {self.path}: the file now has {size} bytes, it had {self.num_bytes}")
         return SourceError(f"{name} in {self.path} can't be read at bytes {begin} to {end}: {error.strerror}")
-
-    def release(self, begin: int, end: int) -> None:
-        """Gives up the memory of whole pages in a range; a later look reads them again."""
-        page = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        if page < end:
-            self._map.madvise(mmap.MADV_DONTNEED, page, end - page)
 
 
 class TensorSource:
@@ -193,15 +165,34 @@ class TensorSource:
             self._add_file(name)
         if self.index is not None:
             self._check_index(self.index)
+        named = {SINGLE_FILE} if self.index is None else set(self.index.values())
+        by = f"the source is {SINGLE_FILE} alone" if self.index is None else f"{INDEX_FILE} does not name it"
+        paths = sorted(directory.glob("*.safetensors"))
+        self.errors += [f"{path} is there, but {by}" for path in paths if path.name not in named]
+        for name in TOKENIZER_FILES:
+            if os.path.lexists(directory / name) and not (directory / name).is_file():
+                self.errors.append(f"{directory / name} is not a file that can be read")
 
-    def read(self, tensor: str, rows: slice = slice(None)) -> np.ndarray:
-        """Rows of a tensor, read in: a view that must not be written to."""
+    def read(self, tensor: str, buffer: Buffer | None = None, rows: slice = slice(None)) -> np.ndarray:
+        """Rows of a tensor, in memory of their own or in a buffer that holds them until it is used again."""
         entry = self.entries[tensor]
         start, stop, _ = rows.indices(entry.shape[0])
         width = (entry.end - entry.begin) // max(entry.shape[0], 1)
         first, last = entry.begin + start * width, entry.begin + stop * width
-        data = self.shards[entry.file].bytes_at(first, last, tensor)
+        memory = (buffer or Buffer()).take(room(first, last))
+        data = self.shards[entry.file].bytes_at(first, last, tensor, memory)
         return data.view(DTYPES[entry.dtype]).reshape(stop - start, *entry.shape[1:])
+
+    def read_together(self, tensors: list[str], buffer: Buffer) -> list[np.ndarray]:
+        """Tensors, all of them in a buffer that holds them until it is used again."""
+        entries = [self.entries[tensor] for tensor in tensors]
+        rooms = [room(entry.begin, entry.end) for entry in entries]
+        memory, arrays = buffer.take(sum(rooms)), []
+        for tensor, entry, size in zip(tensors, entries, rooms, strict=True):
+            data = self.shards[entry.file].bytes_at(entry.begin, entry.end, tensor, memory[:size])
+            arrays.append(data.view(DTYPES[entry.dtype]).reshape(entry.shape))
+            memory = memory[size:]
+        return arrays
 
     def read_small(self, tensor: str) -> np.ndarray:
         """A copy of a tensor of a few bytes, without reading what lies around it."""
@@ -215,17 +206,12 @@ class TensorSource:
         return np.frombuffer(data, DTYPES[entry.dtype]).reshape(entry.shape)
 
     def pieces(self, tensor: str) -> Iterator[np.ndarray]:
-        """All bytes of a tensor, 64 MiB at a time, each given up when the next is asked for."""
-        entry = self.entries[tensor]
-        shard = self.shards[entry.file]
+        """All bytes of a tensor, up to 64 MiB at a time, each gone when the next is asked for."""
+        entry, buffer = self.entries[tensor], Buffer()
         for begin in range(entry.begin, entry.end, _PIECE_BYTES):
             end = min(begin + _PIECE_BYTES, entry.end)
-            yield shard.bytes_at(begin, end, tensor)
-            shard.release(begin, end)
-
-    def release(self, tensor: str) -> None:
-        entry = self.entries[tensor]
-        self.shards[entry.file].release(entry.begin, entry.end)
+            memory = buffer.take(_PIECE_BYTES + ALIGNMENT)
+            yield self.shards[entry.file].bytes_at(begin, end, tensor, memory)
 
     def is_lost(self, tensor: str) -> bool:
         """Whether a tensor should be in a file that can't be read, so that `errors` already accounts for it."""
@@ -235,7 +221,8 @@ class TensorSource:
     def _add_file(self, name: str) -> None:
         path = self.directory / name
         if not path.is_file():
-            self.errors.append(f"{path} is missing; {INDEX_FILE} names it")
+            what = "is not a file that can be read" if os.path.lexists(path) else f"is missing; {INDEX_FILE} names it"
+            self.errors.append(f"{path} {what}")
             return
         try:
             shard = Shard(path)
@@ -254,9 +241,6 @@ class TensorSource:
         for tensor, file in index.items():
             if file in self.shards and tensor not in self.entries:
                 self.errors.append(f"{tensor} is not in {file}, where {INDEX_FILE} has it")
-        for path in sorted(self.directory.glob("*.safetensors")):
-            if path.name not in index.values():
-                self.errors.append(f"{path} is there, but {INDEX_FILE} does not name it")
 
 
 def source_files(source: TensorSource) -> dict[str, dict[str, Any]]:

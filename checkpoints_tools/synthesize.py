@@ -10,18 +10,20 @@ theirs. INT4 integers lie in -7..7, most of them near 0, as trained ones do. The
 
 import json
 import math
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from checkpoints_tools.convert import make_key_map, recognise
+from checkpoints_tools import command
+from checkpoints_tools.files import naming
 from checkpoints_tools.key_map import WRAPPER_PREFIX
+from checkpoints_tools.models import Model, make_key_map, recognise
 from checkpoints_tools.source import CONFIG_FILE, DTYPES, INDEX_FILE, SINGLE_FILE, read_json
+from ddtree_jax.arguments import is_integer, is_number, shown
 
 SHARD_GB = 10.0
 _PIECE_WORDS = 1 << 20
@@ -41,23 +43,38 @@ class _Tensor(NamedTuple):
 
 
 def synthesize(
-    config: dict[str, Any], out: str | Path, *, num_layers: int | None = None, shard_gb: float = SHARD_GB, seed: int = 0
+    config: dict[str, Any],
+    out: str | Path,
+    *,
+    num_layers: int | None = None,
+    shard_gb: float = SHARD_GB,
+    seed: int = 0,
+    name: str | Path = CONFIG_FILE,
 ) -> None:
     """Writes config.json and safetensors; one file if they fit into ``shard_gb``, else shards and an index.
 
     Args:
       config: as in a published config.json.
       num_layers: keeps the first so many layers of a target.
+      name: of the config, for complaints.
 
     Raises:
-      ValueError: a config that the engine does not know, a number of layers that it does not have, or ``out`` not empty.
+      ValueError: before anything is written: a config that the engine does not know, a number of layers that it does not
+        have, a size or seed that is none, or ``out`` not empty.
+      OSError: ``out`` can't be written. What was written so far stays.
     """
     out = Path(out)
+    if not is_number(shard_gb) or not 0 < shard_gb < math.inf:
+        raise ValueError(f"shard_gb is {shown(shard_gb)}; a finite number above 0 is needed")
+    if not is_integer(seed) or not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed is {shown(seed)}; allowed are 0 to 2^64 - 1")
+    model = recognise(config, Path(name))
     if num_layers is not None:
-        config = _cut(config, num_layers)
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty")
-    shards = list(_split(list(_tensors(config)), shard_gb * 1e9))
+        config = _cut(config, num_layers, model)
+        model = recognise(config, Path(name))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; a new or an empty folder is needed")
+    shards = list(_split(list(_tensors(config, model)), shard_gb * 1e9))
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=1))
     names = [f"model-{i:05}-of-{len(shards):06}.safetensors" for i in range(1, len(shards) + 1)]
@@ -69,17 +86,19 @@ def synthesize(
         (out / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
 
 
-def _cut(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    inner = config.get("text_config", config)
-    if "dflash_config" in config or not 1 <= num_layers <= inner["num_hidden_layers"]:
-        raise ValueError(f"num_layers is {num_layers}; allowed, for a target, are 1 to {inner['num_hidden_layers']}")
-    cut = inner | {"num_hidden_layers": num_layers}
+def _cut(config: dict[str, Any], num_layers: int, model: Model) -> dict[str, Any]:
+    if model.kind != "kimi":
+        raise ValueError(
+            f"num_layers is {shown(num_layers)}; allowed for a target alone, and this config is a drafter's"
+        )
+    if not is_integer(num_layers) or not 1 <= num_layers <= model.config.num_hidden_layers:
+        raise ValueError(f"num_layers is {shown(num_layers)}; allowed are 1 to {model.config.num_hidden_layers}")
+    cut = config.get("text_config", config) | {"num_hidden_layers": num_layers}
     return config | {"text_config": cut} if "text_config" in config else cut
 
 
-def _tensors(config: dict[str, Any]) -> Iterator[_Tensor]:
+def _tensors(config: dict[str, Any], model: Model) -> Iterator[_Tensor]:
     """Every tensor, in the order of the layers, those that an engine leaves unread in front of them."""
-    model = recognise(config, Path("the config to synthesize"))
     prefix = WRAPPER_PREFIX if "text_config" in config else ""
     if prefix:
         yield _Tensor("vision_tower.patch_embed.proj.weight", "BF16", (64, 3, 14, 14))
@@ -114,7 +133,7 @@ def _write_shard(path: Path, tensors: list[_Tensor], seed: int) -> None:
         header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             for data in _draw(tensor, seed):
@@ -159,13 +178,10 @@ def _draw_bf16(rng: np.random.Generator, count: int, deviation: float, is_positi
 
 
 def main(arguments: list[str]) -> None:
-    if len(arguments) > 1:
-        sys.exit(f"synthesize: unknown argument {arguments[1]}")
-    try:
-        config = read_json(Path(_CONFIG.value))
-        synthesize(config, _OUT.value, num_layers=_LAYERS.value, shard_gb=_SHARD_GB.value, seed=_SEED.value)
-    except (ValueError, OSError) as error:
-        sys.exit(f"synthesize: {error}")
+    command.no_arguments(arguments)
+    config = read_json(Path(_CONFIG.value))
+    options = {"num_layers": _LAYERS.value, "shard_gb": _SHARD_GB.value, "seed": _SEED.value}
+    synthesize(config, _OUT.value, name=_CONFIG.value, **options)
 
 
 if __name__ == "__main__":
@@ -174,4 +190,4 @@ if __name__ == "__main__":
     _LAYERS = flags.DEFINE_integer("num_layers", None, "Keeps the first so many layers of a target.")
     _SHARD_GB = flags.DEFINE_float("shard_gb", SHARD_GB, "Most GB a file.")
     _SEED = flags.DEFINE_integer("seed", 0, "Of the random numbers.")
-    app.run(main)
+    command.run(main)

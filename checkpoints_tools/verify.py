@@ -8,25 +8,25 @@ Sampled values are read from the files of both sides, each by its own code (see 
 ``--full`` also reads every byte of both and compares it with the checksums in the manifest.
 """
 
-import json
 import sys
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
-from safetensors import SafetensorError, safe_open
+from absl import flags
 
-from checkpoints_tools import published
-from checkpoints_tools.convert import make_key_map, recognise
-from checkpoints_tools.manifest import read_manifest
+from checkpoints_tools import command, published
+from checkpoints_tools.files import SourceError, read_file, read_json
+from checkpoints_tools.manifest import Manifest, PartRecord, changed_files, read_manifest
+from checkpoints_tools.models import Model, make_key_map, read_checkpoint, recognise
 from checkpoints_tools.parts import hash_part
 from checkpoints_tools.published import Bits, Weight
-from checkpoints_tools.source import CONFIG_FILE, TensorSource, read_json
-from ddtree_jax.checkpoint import Metadata, StoredArray, read_metadata, stored_arrays
+from checkpoints_tools.sides import PartSide, SourceSide
+from checkpoints_tools.source import CONFIG_FILE, TOKENIZER_FILES, TensorSource
+from ddtree_jax.arguments import is_integer, shown
+from ddtree_jax.checkpoint import MANIFEST_FILE, METADATA_FILE, Metadata, stored_arrays
 from ddtree_jax.expert_layout import stored_parameters
 
 SAMPLES = 64
@@ -45,87 +45,40 @@ class Report(NamedTuple):
     histogram: np.ndarray
 
 
-class _Source:
-    """Single values of published tensors, by the safetensors library."""
-
-    def __init__(self, directory: Path):
-        self._files = [safe_open(path, framework="numpy") for path in sorted(directory.glob("*.safetensors"))]
-        self._file_of = {name: file for file in self._files for name in file.keys()}
-        self.names = set(self._file_of)
-        self.prefix = published.PREFIX if any(name.startswith(published.PREFIX) for name in self.names) else ""
-
-    def value(self, tensor: str, index: tuple[int, ...]) -> np.ndarray:
-        name = self.prefix + tensor
-        row = self._file_of[name].get_slice(name)[index[0] : index[0] + 1]
-        return row[(0, *index[1:])]
-
-
-class _Arrays:
-    """Single values of a part's arrays, from the chunk files."""
-
-    def __init__(self, directory: Path, arrays: dict[str, StoredArray]):
-        self._directory, self.arrays = directory, arrays
-        self._chunks: dict[str, tuple[int, ...]] = {}
-
-    def check(self) -> Iterator[str]:
-        """What is wrong with shapes, dtypes and files, a sentence each."""
-        for name, array in self.arrays.items():
-            path = self._directory / name / ".zarray"
-            try:
-                values = json.loads(path.read_text())
-            except (OSError, ValueError) as error:
-                yield f"{path} can't be read: {error}"
-                continue
-            self._chunks[name] = tuple(values["chunks"])
-            dtype = jnp.dtype(values["dtype"]).name
-            if (tuple(values["shape"]), dtype) != (array.shape, array.dtype):
-                yield f"{path} says {StoredArray(tuple(values['shape']), dtype)}; {array} is needed"
-            yield from self._check_files(name)
-        found = {path.name for path in self._directory.iterdir() if path.is_dir()}
-        yield from (f"{self._directory / name} is no array of the model" for name in sorted(found - self.arrays.keys()))
-
-    def _check_files(self, name: str) -> Iterator[str]:
-        array, chunks = self.arrays[name], self._chunks[name]
-        needed = int(np.prod(chunks)) * np.dtype(array.dtype).itemsize
-        for place in np.ndindex(*(size // chunk for size, chunk in zip(array.shape, chunks, strict=True))):
-            path = self._directory / name / ".".join(map(str, place))
-            if not path.is_file() or path.stat().st_size != needed:
-                yield f"{path} is missing or not of {needed} bytes"
-
-    def values(self, name: str, index: tuple[int, ...], count: int = 1) -> np.ndarray:
-        """Values from an index on, along the last axis, which must not end before."""
-        dtype, chunks = np.dtype(self.arrays[name].dtype), self._chunks[name]
-        place, inner = zip(*map(divmod, index, chunks), strict=True)
-        offset = int(np.ravel_multi_index(inner, chunks)) * dtype.itemsize
-        with (self._directory / name / ".".join(map(str, place))).open("rb") as file:
-            file.seek(offset)
-            return np.frombuffer(file.read(count * dtype.itemsize), dtype)
-
-
 def verify(source: str | Path, checkpoint: str | Path, *, samples: int = SAMPLES, full: bool = False) -> Report:
     """Compares both sides. ``samples`` values of every array are looked at; ``full`` reads everything.
 
     Raises:
-      ValueError: no finished checkpoint, or a source that can't be opened.
+      ValueError: no finished checkpoint, a config that is none, or no samples.
     """
+    if not is_integer(samples) or samples < 1:
+        raise ValueError(f"samples is {shown(samples)}; at least 1 is needed")
     source, checkpoint = Path(source), Path(checkpoint)
-    metadata = read_metadata(checkpoint)
-    model = recognise(read_json(source / CONFIG_FILE), source)
-    try:
-        tensors = _Source(source)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{source} can't be read: {error}") from error
+    metadata, _ = read_checkpoint(checkpoint)
+    values = read_json(source / CONFIG_FILE)
+    model, tensors = recognise(values, source), SourceSide(source)
     needed = stored_arrays(stored_parameters(model.parameters, metadata.mesh))
-    errors = list(_compare_tables(metadata, model.kind, read_json(source / CONFIG_FILE), needed))
-    errors += _check_tensors(tensors, model.config, list(needed))
+    errors = tensors.errors + list(tensors.check_tensors(published.all_tensors(model.config, needed)))
+    if (metadata.kind, metadata.config) != (model.kind, values):
+        errors.append(f"{checkpoint / METADATA_FILE} has another model's config than {source}")
+    errors += _compare_tables(checkpoint / METADATA_FILE, metadata.arrays, needed)
+    errors += _compare_tokenizers(source, checkpoint, metadata)
+    manifest, faults = _read_manifest(checkpoint, metadata, needed)
+    errors += faults
+    if full and manifest is not None:
+        errors += _compare_bytes(source, model, manifest)
     histogram, num_values = np.zeros(16, np.int64), 0
     rng = np.random.default_rng(0)
     for part, table in needed.items():
-        arrays = _Arrays(checkpoint / part, table)
-        faults = list(arrays.check()) if (checkpoint / part).is_dir() else [f"{checkpoint / part} is missing"]
-        errors += faults
-        if faults or errors and not tensors.names:
+        arrays, record = PartSide(checkpoint / part, table), manifest and manifest.parts.get(part)
+        faults = list(arrays.check())
+        if record:
+            errors += _compare_record(checkpoint / part, record, full)
+        if faults:
+            errors += faults
             continue
+        if record and record.files.keys() != set(arrays.files()):
+            errors.append(f"{checkpoint / MANIFEST_FILE}: files of {part} are not those of its arrays")
         for name, place in published.dense_places(model.config, part).items():
             errors += _compare_dense(arrays, f"{part}/{name}", name, place, tensors, samples, rng)
             num_values += samples
@@ -135,36 +88,79 @@ def verify(source: str | Path, checkpoint: str | Path, *, samples: int = SAMPLES
             histogram += _histogram(arrays, rng)
     if histogram.sum() and (fault := _convention_fault(histogram)):
         errors.append(fault)
-    if full:
-        errors += _compare_checksums(source, checkpoint)
-    return Report(errors, len(tensors.names), sum(map(len, needed.values())), num_values, histogram)
+    return Report(
+        list(dict.fromkeys(errors)), tensors.num_tensors, sum(map(len, needed.values())), num_values, histogram
+    )
 
 
-def _compare_tables(metadata: Metadata, kind: str, config: dict[str, Any], needed: dict[str, Any]) -> Iterator[str]:
-    if (metadata.kind, metadata.config) != (kind, config):
-        yield "metadata.json has another model's config than the source"
-    for part in sorted(needed.keys() ^ metadata.arrays.keys()):
-        yield f"{part} is {'not in metadata.json' if part in needed else 'no part of the model'}"
-    for part in needed.keys() & metadata.arrays.keys():
-        if metadata.arrays[part] != needed[part]:
-            yield f"metadata.json: arrays of {part} are not the model's"
+def _compare_tables(path: Path, found: dict[str, Any], needed: dict[str, Any]) -> Iterator[str]:
+    for part in sorted(needed.keys() ^ found.keys()):
+        yield f"{part} is not in {path}" if part in needed else f"{part} in {path} is no part of the model"
+    for part in needed.keys() & found.keys():
+        if found[part] != needed[part]:
+            yield f"{path}: arrays of {part} are not the model's"
 
 
-def _check_tensors(tensors: _Source, config: Any, parts: list[str]) -> Iterator[str]:
-    needed = {tensors.prefix + name for name in published.all_tensors(config, parts)}
-    yield from (f"{name} is not in the source" for name in sorted(needed - tensors.names))
-    for name in sorted(tensors.names - needed):
-        if not published.IGNORED.fullmatch(name):
-            yield f"{name} in the source is neither part of the model nor left out on purpose"
+def _compare_tokenizers(source: Path, checkpoint: Path, metadata: Metadata) -> Iterator[str]:
+    for name in TOKENIZER_FILES:
+        theirs, ours = source / name, checkpoint / name
+        if not theirs.is_file():
+            if ours.exists() or name in metadata.tokenizer_files:
+                yield f"{ours} is there or in {METADATA_FILE}, but {source} has none"
+        elif not ours.is_file() or name not in metadata.tokenizer_files:
+            yield f"{ours} is missing there or in {METADATA_FILE}, but {source} has one"
+        elif read_file(ours) != read_file(theirs):
+            yield f"{ours} is not the one of {source}"
+
+
+def _read_manifest(
+    checkpoint: Path, metadata: Metadata, needed: dict[str, Any]
+) -> tuple[Manifest | None, Iterable[str]]:
+    """The record of the conversion, and what is wrong with it."""
+    path = checkpoint / MANIFEST_FILE
+    try:
+        manifest = read_manifest(checkpoint)
+    except ValueError as error:
+        return None, [str(error)]
+    if manifest is None:
+        return None, [f"{path} is missing"]
+    errors = list(_compare_tables(path, dict.fromkeys(manifest.parts), dict.fromkeys(needed)))
+    if (manifest.kind, manifest.config, manifest.mesh) != (metadata.kind, metadata.config, metadata.mesh):
+        errors.append(f"{path} has another model's config or another mesh than {METADATA_FILE}")
+    checksums, others = metadata.source_checksums, manifest.source_checksums()
+    differing = [part for part in needed if part in others and checksums.get(part) != others[part]]
+    return manifest, errors + [
+        f"{path}: source_checksum of {part} is not that of {METADATA_FILE}" for part in differing
+    ]
+
+
+def _compare_record(folder: Path, record: PartRecord, full: bool) -> Iterator[str]:
+    """Files whose size alone is as it was written, by content: those that describe the part, or all."""
+    for path in changed_files(folder, record, read_all=full):
+        if path.is_file() and path.stat().st_size == record.files[str(path.relative_to(folder))][0]:
+            yield f"{path} is not as it was written; to have it made again, delete {folder} and convert again"
+
+
+def _compare_bytes(source: Path, model: Model, manifest: Manifest) -> Iterator[str]:
+    """Whether parts came from the bytes that the source has, as far as it has their tensors."""
+    try:
+        tensors = TensorSource(source)
+        key_map = make_key_map(model, tensors.entries)
+        for part in manifest.parts.keys() & key_map.pieces:
+            is_there = key_map.tensors_of(part) <= tensors.entries.keys()
+            if is_there and hash_part(part, key_map, tensors) != manifest.parts[part].source_checksum:
+                yield f"{part} was converted from other bytes than {source} has"
+    except SourceError as error:
+        yield str(error)
 
 
 def _compare_dense(
-    arrays: _Arrays, label: str, name: str, place: published.Place, tensors: _Source, samples: int, rng: Any
+    arrays: PartSide, label: str, name: str, place: published.Place, tensors: SourceSide, samples: int, rng: Any
 ) -> Iterator[str]:
     for _ in range(samples):
         index = tuple(int(rng.integers(size)) for size in arrays.arrays[name].shape)
         where = place.find(*index)
-        if tensors.prefix + place.tensor not in tensors.names:
+        if not tensors.has(place.tensor):
             return  # said already
         found, needed = arrays.values(name, index)[0], tensors.value(place.tensor, where)
         if found.tobytes() != needed.tobytes():
@@ -173,7 +169,7 @@ def _compare_dense(
 
 
 def _compare_experts(
-    arrays: _Arrays, part: str, config: Any, tensors: _Source, samples: int, rng: Any
+    arrays: PartSide, part: str, config: Any, tensors: SourceSide, samples: int, rng: Any
 ) -> Iterator[str]:
     layer = int(part.removeprefix("layer_"))
     groups = {name: array.shape[3] for name, array in arrays.arrays.items() if name.endswith("_EMKmw")}
@@ -190,7 +186,7 @@ def _compare_experts(
             bits = published.integer_in_words(weight), published.scale_in_words(weight)
         integer, scale = (_read_bits(arrays, where, width) for where, width in zip(bits, (4, 16), strict=True))
         words = weight.tensor(layer, "weight_packed"), weight.tensor(layer, "weight_scale")
-        if not {tensors.prefix + name for name in words} <= tensors.names:
+        if not all(map(tensors.has, words)):
             continue
         word = int(tensors.value(words[0], (weight.row, weight.column // 8))) >> 4 * (weight.column % 8)
         needed_scale = int(tensors.value(words[1], (weight.row, weight.column // 32)).view(np.uint16))
@@ -202,7 +198,7 @@ def _compare_experts(
             return
 
 
-def _read_bits(arrays: _Arrays, where: Bits, width: int) -> int:
+def _read_bits(arrays: PartSide, where: Bits, width: int) -> int:
     value = arrays.values(where.array, where.index)
     return int(value.view(f"u{value.itemsize}")[0]) >> where.shift & (1 << width) - 1
 
@@ -211,7 +207,7 @@ def _as_float(bits: int) -> float:
     return float(np.array(bits, np.uint16).view(jnp.bfloat16))
 
 
-def _histogram(arrays: _Arrays, rng: Any) -> np.ndarray:
+def _histogram(arrays: PartSide, rng: Any) -> np.ndarray:
     """Counts of -8..7 in some runs of words of every array with integers."""
     counts = np.zeros(16, np.int64)
     for name, array in arrays.arrays.items():
@@ -248,33 +244,14 @@ def draw_histogram(histogram: np.ndarray) -> str:
     )
 
 
-def _compare_checksums(source: Path, checkpoint: Path) -> Iterator[str]:
-    manifest, tensors = read_manifest(checkpoint), TensorSource(source)
-    if manifest is None:
-        yield f"{checkpoint} has no manifest to compare checksums with"
-        return
-    key_map = make_key_map(recognise(manifest.config, source), tensors.entries)
-    for part, record in manifest.parts.items():
-        for name, (_, crc) in record.files.items():
-            path = checkpoint / part / name
-            if path.is_file() and zlib.crc32(path.read_bytes()) != crc:
-                yield f"{path} is not as it was written"
-        if hash_part(part, key_map, tensors) != record.source_checksum:
-            yield f"{part} was converted from other bytes than {source} has"
-
-
 def main(arguments: list[str]) -> None:
-    if len(arguments) > 1:
-        sys.exit(f"verify: unknown argument {arguments[1]}")
-    try:
-        report = verify(_SOURCE.value, _CHECKPOINT.value, samples=_SAMPLES.value, full=_FULL.value)
-    except (ValueError, OSError) as error:
-        sys.exit(f"verify: {error}")
+    command.no_arguments(arguments)
+    report = verify(_SOURCE.value, _CHECKPOINT.value, samples=_SAMPLES.value, full=_FULL.value)
     if report.histogram.sum():
         print(f"INT4 values, {report.histogram.sum():,} of them:\n{draw_histogram(report.histogram)}")
     print(f"{report.num_tensors:,} source tensors, {report.num_arrays:,} arrays, {report.num_values:,} values compared")
     if report.errors:
-        sys.exit("verify: " + f"{len(report.errors)} faults\n  " + "\n  ".join(report.errors))
+        sys.exit(f"verify: {len(report.errors)} faults\n  " + "\n  ".join(report.errors))
     print("as it should be")
 
 
@@ -283,4 +260,4 @@ if __name__ == "__main__":
     _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Folder that was converted from it.", required=True)
     _SAMPLES = flags.DEFINE_integer("samples", SAMPLES, "Values of every array that are compared.")
     _FULL = flags.DEFINE_bool("full", False, "Reads every byte and compares it with the checksums of the conversion.")
-    app.run(main)
+    command.run(main)

@@ -21,6 +21,7 @@ from typing import Any
 
 from absl import app, flags
 
+from checkpoints_tools.convert import WORKERS
 from checkpoints_tools.source import read_json
 from checkpoints_tools.synthesize import synthesize
 from checkpoints_tools.verify import verify
@@ -127,5 +128,5 @@ if __name__ == "__main__":
     _CONFIG = flags.DEFINE_string("config", "tests/configs/kimi_k26.json", "Whose shapes the layers have.")
     _LAYERS = flags.DEFINE_integer("num_layers", 4, "Of which the first is dense.")
     _RUNS = flags.DEFINE_integer("runs", 3, "Of which the medians are taken.")
-    _WORKERS = flags.DEFINE_integer("workers", 4, "Threads of the converter.")
+    _WORKERS = flags.DEFINE_integer("workers", WORKERS, "Threads of the converter.")
     app.run(main)

@@ -1,16 +1,18 @@
-"""Kills the converter again and again at random moments: run by `test_convert_resume` in a process of its own.
+"""Kills conversions at random moments and goes on with each: run by `test_convert_processes`.
 
 ::
 
     python kill_converter.py SOURCE FOLDER KILLS
 
-Children are forked from a process that has imported everything, so that an attempt takes a fraction of a second. Prints a
-JSON object: output folders that were finished, kills, at how many finished parts each came, and parts written twice.
+Prints a JSON object: a digest of every output that was finished, that of an undisturbed run first; of each kill, at how many
+finished parts it came; parts that were written twice.
 """
 
+import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -39,16 +41,24 @@ def times(out: Path, part: str) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in (out / part).rglob("*")}
 
 
+def digest(out: Path) -> str:
+    """Of names and bytes of all files."""
+    found = hashlib.sha256()
+    for path in sorted(filter(Path.is_file, out.rglob("*"))):
+        found.update(f"{path.relative_to(out)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
 def main(source: Path, folder: Path, num_kills: int) -> None:
     start = time.monotonic()
     os.waitpid(attempt(source, folder / "undisturbed"), 0)
     duration, rng = time.monotonic() - start, random.Random(0)
-    finished, kills, twice, seen = ["undisturbed"], [], [], {}
-    out = folder / "killed_0"
+    digests, kills, twice, seen = [digest(folder / "undisturbed")], [], [], {}
+    out = folder / "killed"
     while len(kills) < num_kills or out.exists():
         child = attempt(source, out)
         if len(kills) < num_kills:
-            time.sleep(rng.uniform(0, duration / 2))
+            time.sleep(rng.uniform(0, duration))
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         manifest = read_manifest(out) if out.exists() else None
@@ -60,9 +70,10 @@ def main(source: Path, folder: Path, num_kills: int) -> None:
         elif os.WEXITSTATUS(status):
             sys.exit(f"the converter failed behind {len(kills)} kills")
         else:
-            finished.append(out.name)
-            out, seen = folder / f"killed_{len(finished) - 1}", {}
-    print(json.dumps({"finished": finished, "kills": kills, "twice": twice}))
+            digests.append(digest(out))
+            shutil.rmtree(out)
+            seen = {}
+    print(json.dumps({"digests": digests, "kills": kills, "twice": twice}))
 
 
 if __name__ == "__main__":

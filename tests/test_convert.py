@@ -260,11 +260,11 @@ def test_numpy_packs_as_the_kernel_reads(F, D, group):
     shards = [[np.split(part, F // 32 // group, axis=1)[i] for part in gate_up] for i in range(F // 32 // group)]
     expected = np.concatenate([jax.jit(pack_gate_up)(*as_jax(words, scale)) for words, scale in shards])
     found = np.empty(expected.shape, np.uint32)
-    BlockPacker(D).pack_gate_up(*zip(*gate_up, strict=True), found)
+    BlockPacker(D, found.shape[2]).pack_gate_up(*zip(*gate_up, strict=True), found[None, None])
     np.testing.assert_array_equal(found.view(np.int32), expected)
     expected = np.asarray(jax.jit(pack_down)(*as_jax(*down)))
     found = np.empty(expected.shape, np.uint32)
-    BlockPacker(F).pack_down(*down, found)
+    BlockPacker(F, found.shape[2]).pack_down(*down, found[None, None])
     np.testing.assert_array_equal(found.view(np.int32), expected)
     words, scale = map(np.asarray, jax.jit(words_of_blocks)(jnp.asarray(expected)))
     np.testing.assert_array_equal(words[:D, : F // 8].view(np.uint32), down[0])
