@@ -19,7 +19,15 @@ from typing import Any
 from absl import flags
 
 from checkpoints_tools import command
-from checkpoints_tools.folder import check_folder, check_space, claim, is_finished, naming_a_full_disk, resume
+from checkpoints_tools.folder import (
+    check_folder,
+    check_places,
+    check_space,
+    claim,
+    is_finished,
+    naming_a_full_disk,
+    resume,
+)
 from checkpoints_tools.manifest import Manifest
 from checkpoints_tools.meshes import choose_mesh
 from checkpoints_tools.models import check_key_map, find_errors, make_key_map, recognise
@@ -74,11 +82,12 @@ def convert(
     stored = stored_parameters(model.parameters, mesh)
     errors = tensors.errors + list(find_errors(tensors, key_map))
     check_key_map(key_map, stored)
-    check_folder(out, stored)
+    check_folder(out)
     if errors:
         raise ValueError(f"{source} can't be converted:\n  " + "\n  ".join(errors))
     fresh = Manifest(kind=model.kind, config=values, mesh=mesh, source=_identities(tensors))
     with claim(out), naming_a_full_disk(out):
+        check_places(out, stored)
         manifest = resume(out, fresh, stored_arrays(stored), tensors, key_map)
         converter = Converter(out, stored, mesh_sizes(mesh), key_map, tensors, checksums, manifest)
         errors = converter.check_finished(workers)

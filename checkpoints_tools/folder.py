@@ -22,7 +22,7 @@ MARKER = ".converting"
 _SHOWN = 5
 
 
-def check_folder(out: Path, parts: Iterable[str]) -> None:
+def check_folder(out: Path) -> None:
     """Whether a folder is ours or free. Raises ValueError, with what it holds, if it is neither."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; a folder is needed")
@@ -33,12 +33,16 @@ def check_folder(out: Path, parts: Iterable[str]) -> None:
     if names and not {MARKER, MANIFEST_FILE} & set(names):  # a death leaves the marker
         held = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         raise ValueError(f"{out} holds {held}, not of an unfinished conversion; an empty folder is needed")
-    for name in names:
-        is_part = name.removesuffix(".partial") in parts
-        is_ours = is_part or name in (MARKER, MANIFEST_FILE, METADATA_FILE, *TOKENIZER_FILES)
-        if is_ours and not ((out / name).is_dir() if is_part else (out / name).is_file()):
-            kinds = ("no folder", "a folder") if is_part else ("no file", "a file")
-            raise ValueError(f"{out / name} is {kinds[0]}; the conversion needs {kinds[1]} there: move it away")
+
+
+def check_places(out: Path, parts: Iterable[str]) -> None:
+    """Raises ValueError if a file stands where the conversion needs a folder, or the other way round."""
+    for path in sorted(out.iterdir()):
+        is_part = path.name.removesuffix(".partial") in parts
+        is_ours = is_part or path.name in (MANIFEST_FILE, METADATA_FILE, *TOKENIZER_FILES)
+        if is_ours and not (path.is_dir() if is_part else path.is_file()):
+            kind = "folder" if is_part else "file"
+            raise ValueError(f"{path} is no {kind}; the conversion needs a {kind} there: move it away")
 
 
 @contextlib.contextmanager

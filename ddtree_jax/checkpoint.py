@@ -126,7 +126,7 @@ def _without_metadata(directory: Path) -> str:
         return "is not a folder; a converted checkpoint is needed"
     if any(directory.glob("*.safetensors")):
         return "is a Hugging Face checkpoint; convert it first: python -m checkpoints_tools.convert"
-    if (directory / MANIFEST_FILE).exists() or any(directory.glob("*/_METADATA")):
+    if (directory / MANIFEST_FILE).exists() or any(directory.glob("layer_*")):
         return f"has no {METADATA_FILE}: an unfinished conversion; run the converter again to finish it"
     return f"has no {METADATA_FILE}; a converted checkpoint is needed"
 
