@@ -74,7 +74,7 @@ class Engine:
         self._prefill = jax.jit(decode.prefill, donate_argnames="context", **out)
         self._begin = jax.jit(decode.begin, static_argnames=("plan", "capacity"), **out)
         self._decode_rounds = jax.jit(decode.decode_rounds, static_argnames="plan", donate_argnames="state", **out)
-        self._draft_logits = jax.jit(decode.draft_logits, static_argnames=("depth", "mask_token_id"), **out)
+        self._draft_logits = jax.jit(decode.draft_once, static_argnames=("depth", "mask_token_id"), **out)
         self._unembed = jax.jit(kimi.Kimi.unembed, **out)
 
     @classmethod
