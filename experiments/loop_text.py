@@ -57,6 +57,23 @@ def read_loop(text: str) -> LoopReport:
     return LoopReport(dict(kernels), dict(collectives), list(_copies(computations, body)))
 
 
+def launches_of(plan: str) -> dict[str, int]:
+    """Graphs and single launches in the body of a program's loop, from XLA's text of its plan (a thunk a line)."""
+    lines = plan.splitlines()
+    begin = next((i for i, line in enumerate(lines) if re.search(r"\bkWhile\b", line)), None)
+    if begin is None:
+        return {}
+    indent = len(lines[begin]) - len(lines[begin].lstrip())
+    inside = []
+    for line in lines[begin + 1 :]:
+        if line.strip() and len(line) - len(line.lstrip()) <= indent and re.match(r"\s*\d+:", line):
+            break
+        inside.append(line)
+    outermost = min((len(x) - len(x.lstrip()) for x in inside if re.match(r"\s*\d+:", x)), default=0)
+    kinds = [re.search(r"\bk[A-Z]\w+", x) for x in inside if len(x) - len(x.lstrip()) == outermost]
+    return dict(collections.Counter(kind[0] for kind in kinds if kind))
+
+
 def parse(text: str) -> dict[str, list[Instruction]]:
     """Instructions of every computation."""
     computations: dict[str, list[Instruction]] = {}

@@ -11,7 +11,7 @@ import pytest
 from ddtree_jax import DecodeConfig
 from ddtree_jax.sharding import make_mesh
 from experiments import loop_text
-from experiments.compile_report import abstract_engine, read_configs
+from experiments.abstract_engine import abstract_engine, read_configs
 
 TINY = Path(__file__).parents[1] / "experiments" / "tiny_kimi"
 
