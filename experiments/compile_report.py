@@ -8,11 +8,12 @@ The program is the engine's own for one sequence, in bfloat16 through the kernel
 budget bucket is a program. The extra ``report`` or ``cuda13`` and ptxas are needed, a GPU is not. Lines in
 ``results/compile_report.jsonl`` of the same case are replaced.
 
-* Bytes are those of one device: arguments (weights, caches, the state), temporaries, and outputs that take no argument's place.
+* Bytes are those of one device: arguments (weights, caches, the state), temporaries, and outputs that take no argument's
+  place.
 * The longest context that fits: what grows with the slots of a cache is counted exactly in the arguments; temporaries are
   taken to grow as fast as the context, which none of them exceeds. A card counts 10^9 bytes for each GB of its name; the 7 %
   above that are left to CUDA, NCCL and the programs themselves.
-* Kernels and collectives of a round are counted by stage, "other" where XLA keeps no name; both branches of a condition count.
+* Kernels and collectives of a round are counted by stage, "other" where XLA keeps no name; all branches of conditions count.
 * A round is one graph if XLA's plan of the loop's body is a command buffer and nothing else; else ``outside`` has what the
   host starts between graphs.
 * Copies are those of a weight or a cache inside the loop (see `loop_text`). The exit status is 1 if there is one, or if
@@ -20,6 +21,7 @@ budget bucket is a program. The extra ``report`` or ``cuda13`` and ptxas are nee
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -66,7 +68,7 @@ def bytes_per_slot(lowered: jax.stages.Lowered, context: int) -> int:
     """What one more slot adds to the arguments, of which only the state and the sampling's arrays grow: they lie whole
     on every device."""
     leaves = jax.tree.leaves(lowered.args_info[0][1:])
-    return sum(leaf.size * leaf.dtype.itemsize // context for leaf in leaves if context in leaf.shape)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize // context for leaf in leaves if context in leaf.shape)
 
 
 def compile_loop(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str, float]:

@@ -1,5 +1,6 @@
 """What is said of a compiled loop, and the program that it is said of: the engine's loop over weights that are shapes."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from ddtree_jax import DecodeConfig
 from ddtree_jax.sharding import make_mesh
-from experiments import loop_text
+from experiments import loop_text, results_file
 from experiments.abstract_engine import abstract_engine, read_configs
+from experiments.compile_report import longest_context
 
 TINY = Path(__file__).parents[1] / "experiments" / "tiny_kimi"
 
@@ -57,6 +59,30 @@ def test_copies_of_what_the_loop_carries_are_found(copy):
         return work(cache, weight, row)
 
     assert loop_text.read_loop(compiled_loop(step)).copies
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        (1000 + 32 * 20, 96),  # 32 slots more: 16 bytes each in the arguments, 4 in temporaries.
+        (1000 + 32 * 20 - 1, 80),
+        (1000, 64),
+        (1000 - 1, 48),  # Temporaries are not taken to shrink with the context.
+        (400, 16),
+        (10**9, 4096),
+    ],
+)
+def test_longest_context(memory, expected):
+    """1000 bytes at 64 slots, of which 256 are temporary."""
+    assert longest_context(memory, 64, 1000, 256, 16, 4096) == expected
+
+
+def test_result_lines_replace_those_of_the_same_case(tmp_path, monkeypatch):
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    for case, value in ((1, "a"), (2, "b"), (1, "c")):
+        path = results_file.update_lines("numbers", [{"case": {"n": case}, "value": value}])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["value"] for line in lines] == ["b", "c"]
 
 
 @pytest.mark.parametrize("mesh", ["tensor=1", "tensor=8", "expert=8"])
