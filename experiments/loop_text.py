@@ -1,7 +1,7 @@
 """What the text of a compiled program says about the decoding loop: kernels a stage, collectives, copies of what it carries.
 
-A copy is an instruction that reads a weight or a cache, which the loop carries, and writes at least `LARGE` bytes without a
-product, sum or update of rows: a copy, or a fusion of moves and elementwise steps.
+A copy is an instruction that reads a weight or a cache, of at least `LARGE` bytes, which the loop carries, and writes as
+many without a product, sum or update of rows: a copy, or a fusion of moves and elementwise steps.
 """
 
 import collections
@@ -155,9 +155,8 @@ def _copies(computations: dict[str, list[Instruction]], body: str) -> list[str]:
     for one in computations[body]:
         inside = _inside(computations, one) if one.opcode == "fusion" else {one.opcode}
         reads_carried = bool(carried & set(one.operands))
-        if (one.opcode == "get-tuple-element" and one.operands == [state]) or (
-            one.opcode == "bitcast" and reads_carried
-        ):
+        is_carried = one.opcode == "get-tuple-element" and one.operands == [state] and one.num_bytes >= LARGE
+        if is_carried or (one.opcode == "bitcast" and reads_carried):
             carried.add(one.name)
         elif reads_carried and one.num_bytes >= LARGE and not inside & _WORK and one.opcode not in _NO_KERNEL:
             found.append(f"{one.stage}: {one.opcode} {one.name} {one.shape.split('{')[0]}")
