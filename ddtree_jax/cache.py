@@ -1,6 +1,7 @@
 """Caches: a tree of arrays [B, S, ...] a model, to which rows [B, T, ...] are appended behind each sequence's length.
 
-What lies past a sequence's length is undefined, and no model reads it.
+What lies past a sequence's length is undefined, and no model reads it. A drafter may multiply it by zero, though: for
+that the loop starts by clearing it (`clear_unused`), and appending leaves it as it is.
 
 ::
 
@@ -32,6 +33,16 @@ def append(cache: Cache, rows: Cache, length_B: Int32[Array, "B"], count_B: Int3
         return slots.at[jnp.arange(batch)[:, None], slot_BT].set(new.astype(slots.dtype), mode="drop")
 
     return jax.tree.map(write, cache, rows)
+
+
+def clear_unused(cache: Cache, length_B: Int32[Array, "B"]) -> Cache:
+    """Zeros where nothing is defined."""
+
+    def clear(slots: Array) -> Array:
+        is_used_BS = jnp.arange(slots.shape[1], dtype=jnp.int32)[None] < length_B[:, None]
+        return jnp.where(is_used_BS.reshape(is_used_BS.shape + (1,) * (slots.ndim - 2)), slots, 0)
+
+    return jax.tree.map(clear, cache)
 
 
 def take_rows(rows: Cache, index_BT: Int32[Array, "B T"]) -> Cache:

@@ -15,7 +15,7 @@ from ddtree_jax import penalties
 from ddtree_jax import sampling as sampling_lib
 from ddtree_jax import tree as tree_lib
 from ddtree_jax.arguments import is_integer, shown
-from ddtree_jax.cache import Cache, append, commit, take_rows
+from ddtree_jax.cache import Cache, append, clear_unused, commit, take_rows
 from ddtree_jax.sampling_params import MAX_TOP_LOGPROBS, SamplingArrays
 from ddtree_jax.tree import Tree
 
@@ -53,7 +53,8 @@ class Drafter(Protocol):
 
     def context(self, features_BTY: Array, positions_BT: Array) -> Cache: ...
 
-    def __call__(self, embedded_BTD: Array, positions_BT: Array, length_B: Array, cache: Cache) -> Array: ...
+    def __call__(self, embedded_BTD: Array, positions_BT: Array, length_B: Array, cache: Cache) -> Array:
+        """Slots of the cache past ``length_B`` hold nothing, but are finite."""
 
 
 class Models(NamedTuple):
@@ -219,6 +220,11 @@ def draft_logits(
     positions_BT = length_B[:, None] + jnp.arange(depth + 1, dtype=jnp.int32)[None]
     hidden_BTD = models.drafter(models.target.embed(block_BT), positions_BT, length_B, drafter_cache)
     return models.target.unembed(hidden_BTD[:, 1:])
+
+
+def draft_once(models: Models, root_B: Array, length_B: Array, drafter_cache: Cache, **shape: int) -> Array:
+    """`draft_logits` outside the loop: whatever lies past the lengths."""
+    return draft_logits(models, root_B, length_B, clear_unused(drafter_cache, length_B), **shape)
 
 
 def begin(models: Models, context: Context, sampling: SamplingArrays, plan: Plan, capacity: int) -> State:
@@ -391,6 +397,8 @@ def decode_rounds(
     plan: Plan,
 ) -> State:
     """Runs rounds until all sequences have finished or ``state.rounds`` reaches ``round_limit``."""
+    if plan.depth > 0:
+        state = replace(state, drafter_cache=clear_unused(state.drafter_cache, state.length_B))
     return jax.lax.while_loop(
         lambda state: should_continue(state, round_limit),
         lambda state: decode_round(models, state, sampling, plan, budget),

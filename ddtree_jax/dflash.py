@@ -45,9 +45,12 @@ class Block(Layer):
         }
 
     def key_value(self, x_BTD: Float[Array, "B T D"], positions_BT: Int32[Array, "B T"]) -> KeyValue:
-        key_BTJR = jnp.einsum("BTD,DJR->BTJR", x_BTD, self.k_DJR[...])
-        key_BTJR = rms_norm(key_BTJR, self.k_norm_R[...], self.config.rms_norm_eps)
-        return self._rotate(key_BTJR, positions_BT), jnp.einsum("BTD,DJR->BTJR", x_BTD, self.v_DJR[...])
+        key_BTJR = self.finish_key(jnp.einsum("BTD,DJR->BTJR", x_BTD, self.k_DJR[...]), positions_BT)
+        return key_BTJR, jnp.einsum("BTD,DJR->BTJR", x_BTD, self.v_DJR[...])
+
+    def finish_key(self, key_BTJR: Float[Array, "B T J R"], positions_BT: Int32[Array, "B T"]) -> Array:
+        """Norm and rotation of projected keys."""
+        return self._rotate(rms_norm(key_BTJR, self.k_norm_R[...], self.config.rms_norm_eps), positions_BT)
 
     def query(self, x_BTD: Float[Array, "B T D"], positions_BT: Int32[Array, "B T"]) -> Float[Array, "B T J Q R"]:
         config = self.config
@@ -97,10 +100,7 @@ class Block(Layer):
         weight_BJQTS, weight_BJQTt = jnp.exp(score_BJQTS - top_BJQT1), jnp.exp(score_BJQTt - top_BJQT1)
         total_BJQT1 = sum(jnp.sum(part, axis=-1, keepdims=True) for part in (weight_BJQTS, weight_BJQTt))
         weight_BJQTS, weight_BJQTt = ((part / total_BJQT1).astype(x_BTD.dtype) for part in (weight_BJQTS, weight_BJQTt))
-        committed_BS = jnp.arange(num_slots, dtype=jnp.int32)[None] < length_B[:, None]
-        # Zeroed, since a weight of zero times an undefined NaN would still be NaN.
-        value_BSJR = jnp.where(committed_BS[..., None, None], cache[1], 0)
-        attended_BTJQR = jnp.einsum("BJQTS,BSJR->BTJQR", weight_BJQTS, value_BSJR)
+        attended_BTJQR = jnp.einsum("BJQTS,BSJR->BTJQR", weight_BJQTS, cache[1])
         attended_BTJQR += jnp.einsum("BJQTt,BtJR->BTJQR", weight_BJQTt, value_BTJR)
         return jnp.einsum("BTJQR,JQRD->BTD", attended_BTJQR, self.o_JQRD[...])
 
@@ -113,13 +113,20 @@ class Block(Layer):
 
 
 class DFlash(Layer):
-    """The drafter. It has neither an embedding nor a head: both are the target's."""
+    """The drafter. It has neither an embedding nor a head: both are the target's.
+
+    Context rows of all layers are one product with ``key_value_DmJR``; m are keys of every layer, then their values.
+    These weights are here a second time, since neither a part of them nor their concatenation is free inside a loop.
+    """
+
+    block_type = Block
 
     def __init__(self, config: DFlashConfig, arrays: Mapping[str, Mapping[str, Array]]):
         super().__init__(config, {**arrays["context"], **arrays["head"]})
-        self.blocks = nnx.List(
-            Block(config, layer, arrays[f"layer_{layer}"]) for layer in range(config.num_hidden_layers)
-        )
+        layers = [arrays[f"layer_{layer}"] for layer in range(config.num_hidden_layers)]
+        self.blocks = nnx.List(self.block_type(config, layer, table) for layer, table in enumerate(layers))
+        parts = [table[name] for name in ("k_DJR", "v_DJR") for table in layers]
+        self.key_value_DmJR = nnx.Param(jnp.stack(parts, axis=1))
 
     @staticmethod
     def parameters(config: DFlashConfig) -> dict[str, ArrayInfo]:
@@ -136,7 +143,12 @@ class DFlash(Layer):
         """Cache rows of T committed tokens, from the target's features of them."""
         context_BTD = jnp.einsum("BTY,YD->BTD", features_BTY, self.fc_YD[...])
         context_BTD = rms_norm(context_BTD, self.hidden_norm_D[...], self.config.rms_norm_eps)
-        return [block.key_value(context_BTD, positions_BT) for block in self.blocks]
+        rows_mBTJR = jnp.moveaxis(jnp.einsum("BTD,DmJR->BTmJR", context_BTD, self.key_value_DmJR[...]), 2, 0)
+        keys, values = rows_mBTJR[: len(self.blocks)], rows_mBTJR[len(self.blocks) :]
+        return [
+            (block.finish_key(key_BTJR, positions_BT), value_BTJR)
+            for block, key_BTJR, value_BTJR in zip(self.blocks, keys, values, strict=True)
+        ]
 
     def __call__(
         self,
@@ -145,7 +157,10 @@ class DFlash(Layer):
         length_B: Int32[Array, "B"],
         cache: list[KeyValue],
     ) -> Float[Array, "B T D"]:
-        """Normed hidden states of the block [root, MASK, ...]; row j predicts the token at its own position."""
+        """Normed hidden states of the block [root, MASK, ...]; row j predicts the token at its own position.
+
+        Slots of the cache from ``length_B`` on are not seen, but must be finite: their values are multiplied by zero.
+        """
         x_BTD = embedded_BTD
         for layer, block in enumerate(self.blocks):
             with jax.named_scope(f"layer_{layer}"):

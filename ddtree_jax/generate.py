@@ -74,7 +74,7 @@ class Engine:
         self._prefill = jax.jit(decode.prefill, donate_argnames="context", **out)
         self._begin = jax.jit(decode.begin, static_argnames=("plan", "capacity"), **out)
         self._decode_rounds = jax.jit(decode.decode_rounds, static_argnames="plan", donate_argnames="state", **out)
-        self._draft_logits = jax.jit(decode.draft_logits, static_argnames=("depth", "mask_token_id"), **out)
+        self._draft_logits = jax.jit(decode.draft_once, static_argnames=("depth", "mask_token_id"), **out)
         self._unembed = jax.jit(kimi.Kimi.unembed, **out)
 
     @classmethod
@@ -227,7 +227,7 @@ class Engine:
     def trace_rounds(self, decode_config: DecodeConfig, batch: int) -> jax.stages.Traced:
         """The loop's program for ``batch`` sequences, to be lowered and compiled; the models' arrays may be abstract."""
         plan = self._plan(decode_config, False)
-        sampling = self._sampling_arrays([SamplingParams()] * batch, [[0]] * batch)
+        sampling = jax.eval_shape(lambda: self._sampling_arrays([SamplingParams()] * batch, [[0]] * batch))
         begin = functools.partial(decode.begin, plan=plan, capacity=self.max_length)
         context = jax.eval_shape(lambda models: decode.init_context(models, batch, self.max_length), self.models)
         state = jax.eval_shape(begin, self.models, context, sampling)

@@ -1,121 +1,113 @@
 """Compiles the whole decoding loop for GPUs that are not there, and says what it needs and what it does in a round.
 
-    python -m experiments.compile_report --mesh tensor=8 --device h200 --layers 4
+::
 
-The program is the engine's own, in bfloat16 through the kernels, over weights that are shapes alone. ``--layers`` shortens
-the target's stack. JAX's CUDA plugin (extra ``cuda13``) and ptxas are needed, a GPU is not. Kernels are counted by stage,
-"other" where XLA keeps no name.
+    python -m experiments.compile_report --config kimi_k26 --mesh tensor=8 --device h200|rtx6000pro
+
+The program is the engine's own for one sequence, in bfloat16 through the kernels, over weights that are shapes alone; each
+budget bucket is a program. The extra ``report`` or ``cuda13`` and ptxas are needed, a GPU is not. Lines in
+``results/compile_report.jsonl`` of the same case are replaced.
+
+* Bytes are those of one device: arguments (weights, caches, the state), temporaries, and outputs that take no argument's
+  place.
+* The longest context that fits: what grows with the slots of a cache is counted exactly in the arguments; temporaries are
+  taken to grow as fast as the context, which none of them exceeds. A card counts 10^9 bytes for each GB of its name; the 7 %
+  above that are left to CUDA, NCCL and the programs themselves.
+* Kernels and collectives of a round are counted by stage, "other" where XLA keeps no name; all branches of conditions count.
+* A round is one graph if XLA's plan of the loop's body is a command buffer and nothing else; else ``outside`` has what the
+  host starts between graphs.
+* Copies are those of a weight or a cache inside the loop (see `loop_text`). The exit status is 1 if there is one, or if
+  the program does not fit.
 """
 
 import json
+import math
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
 
-from ddtree_jax import DecodeConfig, Engine, dflash, kimi
-from ddtree_jax.config import DFlashConfig, KimiConfig
-from ddtree_jax.pallas.int4_moe import ExpertBlocks
-from ddtree_jax.sharding import Parameters, make_mesh, sharding_of
-from experiments.loop_text import read_loop
-from experiments.results_file import provenance, write_lines
+from ddtree_jax import DecodeConfig, Engine
+from ddtree_jax.decode import BUDGET_BUCKETS
+from experiments.abstract_engine import NUM_DEVICES, abstract_engine, mesh_without_devices, read_configs
+from experiments.devices import DEVICES
+from experiments.loop_text import launches_of, read_loop
+from experiments.results_file import provenance, update_lines
 
-SPECS = Path(__file__).parent / "gpu_specs"
-CONFIGS = Path(__file__).parents[1] / "tests" / "configs"
-NUM_DEVICES = 8
-DEVICES = tuple(sorted(path.stem for path in SPECS.glob("*.txtpb")))
-
-
-def mesh_without_devices(text: str, device: str) -> Mesh:
-    """A mesh of GPUs that can be compiled for."""
-    like = make_mesh(text)
-    spec = (SPECS / f"{device}.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=spec, topology=f"1x1x{NUM_DEVICES}")
-    devices = np.array(topology.devices[: like.size]).reshape(like.devices.shape)
-    return Mesh(devices, like.axis_names, axis_types=like.axis_types)
+ROOT = Path(__file__).parents[1]
+CONFIGS = {
+    "kimi_k26": (ROOT / "tests/configs/kimi_k26.json", ROOT / "tests/configs/kimi_k26_dflash_reconstructed.json"),
+    "tiny": tuple(ROOT / "experiments/tiny_kimi" / model / "config.json" for model in ("target", "drafter")),
+}
+BUCKETS = ("plain", "chain", *map(str, BUDGET_BUCKETS))
+CONTEXT_MULTIPLE = 16
 
 
-def read_configs(target: str, drafter: str, num_layers: int | None) -> tuple[KimiConfig, DFlashConfig]:
-    """Both configs; if the target is shortened, the drafter takes its features from the layers that are left."""
-    target_config = KimiConfig.from_hf(json.loads(Path(target).read_text()))
-    drafter_config = DFlashConfig.from_hf(json.loads(Path(drafter).read_text()))
-    if num_layers is None:
-        return target_config, drafter_config
-    num_features = len(drafter_config.target_layer_ids)
-    taken = tuple(index * num_layers // num_features for index in range(num_features))
-    return (
-        replace(target_config, num_hidden_layers=num_layers),
-        replace(drafter_config, num_target_layers=num_layers, target_layer_ids=taken),
-    )
+def decode_config(bucket: str) -> DecodeConfig:
+    if bucket in ("plain", "chain"):
+        return DecodeConfig(mode="ar" if bucket == "plain" else "chain")
+    return DecodeConfig(mode="ddtree", budget=int(bucket))
 
 
-def abstract_engine(target: KimiConfig, drafter: DFlashConfig, mesh: Mesh, max_length: int) -> Engine:
-    """An engine whose weights are shapes, with the kernels in bfloat16.
-
-    Raises:
-      NotImplementedError: the kernels do not take these shapes.
-    """
-    kimi.check_kernels(target, mesh)
-    target_arrays = _abstract(kimi.parameters(target), mesh)
-    packed = jax.eval_shape(lambda arrays: _packed(arrays, mesh), target_arrays)
-    blocks = {name: NamedSharding(mesh, spec) for name, spec in kimi.BLOCK_SPECS._asdict().items()}
-    for part, table in packed.items():
-        for name, leaf in table.items():
-            sharding = blocks[name] if name in ExpertBlocks._fields else target_arrays[part][name].sharding
-            table[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    return Engine(
-        kimi.Kimi(target, packed, drafter.target_layer_ids, mesh, True),
-        dflash.DFlash(drafter, _abstract(dflash.parameters(drafter), mesh)),
-        mesh=mesh,
-        max_length=max_length,
-    )
+def longest_context(memory: int, context: int, num_bytes: int, temporary: int, slot_bytes: int, most: int) -> int:
+    """Slots that fit into ``memory`` where ``context`` of them take ``num_bytes``, ``temporary`` among them."""
+    free = memory - num_bytes
+    growth = slot_bytes + (temporary / context if free > 0 else 0)
+    return min(max(0, context + int(free // growth)) // CONTEXT_MULTIPLE * CONTEXT_MULTIPLE, most)
 
 
-def _abstract(parameters: Parameters, mesh: Mesh) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    return {
-        part: {
-            name: jax.ShapeDtypeStruct(info.shape, info.dtype or jnp.bfloat16, sharding=sharding_of(info, mesh, name))
-            for name, info in table.items()
-        }
-        for part, table in parameters.items()
-    }
+def bytes_per_slot(lowered: jax.stages.Lowered, context: int) -> int:
+    """What one more slot adds to the arguments, of which only the state and the sampling's arrays grow: they lie whole
+    on every device."""
+    leaves = jax.tree.leaves(lowered.args_info[0][1:])
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize // context for leaf in leaves if context in leaf.shape)
 
 
-def _packed(arrays: dict[str, dict[str, jax.Array]], mesh: Mesh) -> dict[str, dict[str, jax.Array]]:
-    kimi.pack_experts(arrays, mesh)
-    return arrays
+def compile_loop(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str, float]:
+    """The program, XLA's plan of its launches, and seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+        seconds = time.perf_counter() - started
+        plans = [path.read_text() for path in Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")]
+    return compiled, max(plans, key=len), seconds
 
 
-def report(engine: Engine, budget: int) -> dict[str, Any]:
-    """Compiles the loop for one sequence: what it takes on a device, and what a round does."""
+def report(engine: Engine, decode: DecodeConfig, card: int) -> dict[str, Any]:
+    """Compiles the loop for one sequence: what it takes of the ``card`` bytes of a device, and what a round does."""
     started = time.perf_counter()
-    lowered = engine.trace_rounds(DecodeConfig(mode="ddtree" if budget else "ar", budget=budget), 1).lower()
-    lowered_at = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = time.perf_counter() - lowered_at
-    memory, loop = compiled.memory_analysis(), read_loop(compiled.as_text())
+    lowered = engine.trace_rounds(decode, 1).lower()
+    lower_seconds = time.perf_counter() - started
+    compiled, plan, seconds = compile_loop(lowered)
+    memory, loop, outside = compiled.memory_analysis(), read_loop(compiled.as_text()), launches_of(plan)
+    new_outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    num_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes + new_outputs
+    slot_bytes = bytes_per_slot(lowered, engine.max_length)
+    most = engine.models.target.config.max_position_embeddings
     return {
-        "lower_seconds": round(lowered_at - started, 1),
+        "lower_seconds": round(lower_seconds, 1),
         "compile_seconds": round(seconds, 1),
-        "bytes_per_device": memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes,
+        "bytes_per_device": num_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
+        "output_bytes": new_outputs,
+        "bytes_per_slot": slot_bytes,
+        "longest_context": longest_context(
+            card, engine.max_length, num_bytes, memory.temp_size_in_bytes, slot_bytes, most
+        ),
+        "fits": num_bytes <= card,
         "kernels": loop.kernels,
         "collectives": loop.collectives,
+        "graphs": outside.pop("kCommandBuffer", 0),
+        "outside": outside,
         "copies": loop.copies,
     }
 
@@ -123,31 +115,33 @@ def report(engine: Engine, budget: int) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    if unknown := set(_BUDGETS.value) - set(BUCKETS):
+        raise app.UsageError(f"--budgets has {', '.join(sorted(unknown))}; allowed: {', '.join(BUCKETS)}")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     mesh = mesh_without_devices(_MESH.value, _DEVICE.value)
-    target, drafter = read_configs(_TARGET.value, _DRAFTER.value, _LAYERS.value)
-    engine = abstract_engine(target, drafter, mesh, _CONTEXT.value)
-    lines = []
-    for budget in map(int, _BUDGETS.value):
-        case = {
-            "device": _DEVICE.value,
-            "mesh": _MESH.value,
-            "layers": target.num_hidden_layers,
-            "context": _CONTEXT.value,
-            "budget": budget,
-        }
-        found = report(engine, budget)
-        print(json.dumps(case | found, indent=1), flush=True)
-        lines.append({"benchmark": "compile_report", "case": case, **provenance(), **found})
-    print(f"written to {write_lines('compile_report', lines)}")
+    target, drafter = read_configs(*CONFIGS[_CONFIG.value], _LAYERS.value)
+    made_by, failures = provenance(), []
+    with jax.default_device(mesh.devices.flat[0]):
+        engine = abstract_engine(target, drafter, mesh, _CONTEXT.value)
+        for bucket in _BUDGETS.value:
+            case = {"device": _DEVICE.value, "config": _CONFIG.value, "mesh": _MESH.value}
+            case |= {"layers": target.num_hidden_layers, "context": _CONTEXT.value, "budget": bucket}
+            found = report(engine, decode_config(bucket), DEVICES[_DEVICE.value].nominal_memory)
+            print(json.dumps(case | found, indent=1), flush=True)
+            update_lines("compile_report", [{"benchmark": "compile_report", "case": case, **made_by, **found}])
+            failures += [f"{bucket}: {len(found['copies'])} copies"] if found["copies"] else []
+            failures += [] if found["fits"] else [f"{bucket}: {found['bytes_per_device']:,} bytes do not fit"]
+    if failures:
+        sys.exit("compile_report: " + "; ".join(failures))
 
 
 if __name__ == "__main__":
-    _TARGET = flags.DEFINE_string("target", str(CONFIGS / "kimi_k26.json"), "The target's config.json.")
-    _DRAFTER = flags.DEFINE_string("drafter", str(CONFIGS / "kimi_k26_dflash_reconstructed.json"), "The drafter's.")
+    _CONFIG = flags.DEFINE_enum("config", "kimi_k26", list(CONFIGS), "The pair of models.")
     _MESH = flags.DEFINE_string("mesh", "tensor=8", "Axis sizes, of at most 8 devices.")
-    _DEVICE = flags.DEFINE_enum("device", "h200", DEVICES, "The kind of device.")
+    _DEVICE = flags.DEFINE_enum("device", "h200", list(DEVICES), "The kind of device.")
     _LAYERS = flags.DEFINE_integer("layers", None, "Layers of the target; its own number by default.", lower_bound=2)
     _CONTEXT = flags.DEFINE_integer("context", 32768, "Slots of the caches.", lower_bound=16)
-    _BUDGETS = flags.DEFINE_list("budgets", ["0", "15"], "Tree nodes besides the root; 0 is plain decoding.")
+    _BUDGETS = flags.DEFINE_list(
+        "budgets", list(BUCKETS), "Which programs: plain, chain, or tree nodes besides the root."
+    )
     app.run(main)

@@ -1,7 +1,7 @@
 """What the text of a compiled program says about the decoding loop: kernels a stage, collectives, copies of what it carries.
 
-A copy is an instruction that reads a weight or a cache, which the loop carries, and writes at least `LARGE` bytes without a
-product, sum or update of rows: a copy, or a fusion of moves and elementwise steps.
+A copy is an instruction that reads a weight or a cache, of at least `LARGE` bytes, which the loop carries, and writes as
+many without a product, sum or update of rows: a copy, or a fusion of moves and elementwise steps.
 """
 
 import collections
@@ -55,6 +55,23 @@ def read_loop(text: str) -> LoopReport:
         elif opcode not in _NO_KERNEL | _CONTROL and not opcode.endswith("-done"):
             kernels[instruction.stage] += 1
     return LoopReport(dict(kernels), dict(collectives), list(_copies(computations, body)))
+
+
+def launches_of(plan: str) -> dict[str, int]:
+    """Graphs and single launches in the body of a program's loop, from XLA's text of its plan (a thunk a line)."""
+    lines = plan.splitlines()
+    begin = next((i for i, line in enumerate(lines) if re.search(r"\bkWhile\b", line)), None)
+    if begin is None:
+        return {}
+    indent = len(lines[begin]) - len(lines[begin].lstrip())
+    inside = []
+    for line in lines[begin + 1 :]:
+        if line.strip() and len(line) - len(line.lstrip()) <= indent and re.match(r"\s*\d+:", line):
+            break
+        inside.append(line)
+    outermost = min((len(x) - len(x.lstrip()) for x in inside if re.match(r"\s*\d+:", x)), default=0)
+    kinds = [re.search(r"\bk[A-Z]\w+", x) for x in inside if len(x) - len(x.lstrip()) == outermost]
+    return dict(collections.Counter(kind[0] for kind in kinds if kind))
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:
@@ -138,9 +155,8 @@ def _copies(computations: dict[str, list[Instruction]], body: str) -> list[str]:
     for one in computations[body]:
         inside = _inside(computations, one) if one.opcode == "fusion" else {one.opcode}
         reads_carried = bool(carried & set(one.operands))
-        if (one.opcode == "get-tuple-element" and one.operands == [state]) or (
-            one.opcode == "bitcast" and reads_carried
-        ):
+        is_carried = one.opcode == "get-tuple-element" and one.operands == [state] and one.num_bytes >= LARGE
+        if is_carried or (one.opcode == "bitcast" and reads_carried):
             carried.add(one.name)
         elif reads_carried and one.num_bytes >= LARGE and not inside & _WORK and one.opcode not in _NO_KERNEL:
             found.append(f"{one.stage}: {one.opcode} {one.name} {one.shape.split('{')[0]}")

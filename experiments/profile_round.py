@@ -31,6 +31,7 @@ from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
 from ddtree_jax.sharding import initialize, make_mesh
 from experiments.kernel_times import kernel_seconds
+from experiments.loop_text import launches_of
 from experiments.results_file import provenance, write_lines
 
 STAGES = ("draft", "expand", "verify", "accept", "commit")
@@ -111,23 +112,6 @@ def stage_of(kernel: str, stages: dict[str, str]) -> str:
     if own is None and kernel.startswith(("tree_mla", "int4_moe")):
         return "verify"
     return own or stages.get(kernel, "other")
-
-
-def launches_of(plan: str) -> dict[str, int]:
-    """Graphs and single launches in the body of a program's loop, from XLA's text of its plan (a thunk a line)."""
-    lines = plan.splitlines()
-    begin = next((i for i, line in enumerate(lines) if re.search(r"\bkWhile\b", line)), None)
-    if begin is None:
-        return {}
-    indent = len(lines[begin]) - len(lines[begin].lstrip())
-    inside = []
-    for line in lines[begin + 1 :]:
-        if line.strip() and len(line) - len(line.lstrip()) <= indent and re.match(r"\s*\d+:", line):
-            break
-        inside.append(line)
-    outermost = min((len(x) - len(x.lstrip()) for x in inside if re.match(r"\s*\d+:", x)), default=0)
-    kinds = [re.search(r"\bk[A-Z]\w+", x) for x in inside if len(x) - len(x.lstrip()) == outermost]
-    return dict(collections.Counter(kind[0] for kind in kinds if kind))
 
 
 def measure(name: str, models: decode.Models, num_nodes: int, context: int, rounds: int) -> Iterator[dict[str, Any]]:

@@ -34,3 +34,11 @@ def write_lines(name: str, lines: list[dict[str, Any]]) -> Path:
     path = RESULTS / f"{name}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def update_lines(name: str, lines: list[dict[str, Any]]) -> Path:
+    """Replaces those lines of ``results/NAME.jsonl`` that are of the same cases, and adds the others."""
+    path = RESULTS / f"{name}.jsonl"
+    old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    cases = [line["case"] for line in lines]
+    return write_lines(name, [line for line in old if line["case"] not in cases] + lines)

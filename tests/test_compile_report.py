@@ -1,17 +1,20 @@
 """What is said of a compiled loop, and the program that it is said of: the engine's loop over weights that are shapes."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 
-from ddtree_jax import DecodeConfig
-from ddtree_jax.sharding import make_mesh
-from experiments import loop_text
-from experiments.compile_report import abstract_engine, read_configs
+from ddtree_jax import DecodeConfig, dflash
+from ddtree_jax.sharding import make_mesh, sharding_of
+from experiments import loop_text, results_file
+from experiments.abstract_engine import abstract_engine, read_configs
+from experiments.compile_report import longest_context
 
 TINY = Path(__file__).parents[1] / "experiments" / "tiny_kimi"
 
@@ -33,6 +36,20 @@ def work(cache, weight, row):
     with jax.named_scope("verify"):
         row = row @ weight + (row @ cache.T) @ cache
     return jax.lax.dynamic_update_slice(cache, row[:1], (7, 0)), weight, row
+
+
+def test_large_results_of_small_inputs_are_no_copies():
+    """A fusion may read a number that the loop carries, and write much: masked scores, for one."""
+
+    def run(count, scores, table):
+        def step(state):
+            scores = jnp.where(jnp.arange(512)[None] < count, table @ state[1], 0.0)
+            return state[0] + 1, scores[::-1]
+
+        return jax.lax.while_loop(lambda state: state[0] < 9, step, (0, scores))
+
+    shapes = jax.ShapeDtypeStruct((), jnp.int32), *[jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2
+    assert loop_text.read_loop(jax.jit(run).lower(*shapes).compile().as_text()).copies == []
 
 
 def test_work_is_no_copy():
@@ -57,6 +74,49 @@ def test_copies_of_what_the_loop_carries_are_found(copy):
         return work(cache, weight, row)
 
     assert loop_text.read_loop(compiled_loop(step)).copies
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        (1000 + 32 * 20, 96),  # 32 slots more: 16 bytes each in the arguments, 4 in temporaries.
+        (1000 + 32 * 20 - 1, 80),
+        (1000, 64),
+        (1000 - 1, 48),  # Temporaries are not taken to shrink with the context.
+        (400, 16),
+        (10**9, 4096),
+    ],
+)
+def test_longest_context(memory, expected):
+    """1000 bytes at 64 slots, of which 256 are temporary."""
+    assert longest_context(memory, 64, 1000, 256, 16, 4096) == expected
+
+
+def test_result_lines_replace_those_of_the_same_case(tmp_path, monkeypatch):
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    for case, value in ((1, "a"), (2, "b"), (1, "c")):
+        path = results_file.update_lines("numbers", [{"case": {"n": case}, "value": value}])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["value"] for line in lines] == ["b", "c"]
+
+
+def test_abstract_drafter_lies_where_the_real_one_does(monkeypatch):
+    """Context weights are packed from sharded arrays, and stay sharded."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    target, drafter = read_configs(TINY / "target" / "config.json", TINY / "drafter" / "config.json", 2)
+    mesh = make_mesh("tensor=8")
+    arrays = {
+        part: {
+            name: jax.device_put(np.zeros(info.shape, jnp.bfloat16), sharding_of(info, mesh, name))
+            for name, info in table.items()
+        }
+        for part, table in dflash.parameters(drafter).items()
+    }
+    real = jax.tree.leaves(dflash.DFlash(drafter, arrays))
+    abstract = jax.tree.leaves(abstract_engine(target, drafter, mesh, 256).models.drafter)
+    assert [(leaf.shape, leaf.dtype) for leaf in real] == [(leaf.shape, leaf.dtype) for leaf in abstract]
+    for one, other in zip(real, abstract, strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
 
 
 @pytest.mark.parametrize("mesh", ["tensor=1", "tensor=8", "expert=8"])

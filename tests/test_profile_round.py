@@ -1,6 +1,7 @@
 """What a profile reads from XLA's texts: stages of instructions, and launches of a loop's body."""
 
-from experiments.profile_round import configs, launches_of, stage_of, stages_of
+from experiments.loop_text import launches_of
+from experiments.profile_round import configs, stage_of, stages_of
 
 PROGRAM = """
   %loop_add_fusion.3 = f32[8]{0} fusion(%x), calls=%f, metadata={op_name="jit(run)/while/body/verify/attention/add"}

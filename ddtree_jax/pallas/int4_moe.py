@@ -96,9 +96,9 @@ def choose_config(
         )
     if config is None:
         config = int4_spans.HOPPER
-        if jax.default_backend() == "gpu":
-            device = jax.devices()[0]
-            config = device_config(int(device.compute_capability.split(".")[0]), device.core_count)
+        device = jax.config.jax_default_device or jax.devices()[0]
+        if capability := getattr(device, "compute_capability", None):
+            config = device_config(int(capability.split(".")[0]), device.core_count)
     is_odd = any(blocks.shape[2] % config.step_blocks for blocks in experts)
     if is_odd or x_TD.shape[0] <= FEW_TOKENS:
         config = dataclasses.replace(config, step_columns=BLOCK_COLUMNS)

@@ -9,7 +9,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,12 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jaxtyping import Array, BFloat16, Float, Int32, UInt16
 
 from ddtree_jax import dflash, sharding
 from ddtree_jax.config import DFlashConfig
-from ddtree_jax.layers import Layer
 from experiments.tiny_training.model import Arrays
 from experiments.tiny_training.optimizer import Clock, apply_updates, learning_rate, make_optimizer
 from experiments.tiny_training.samples import Samples
@@ -90,11 +88,7 @@ class AnchoredBlock(dflash.Block):
 class AnchoredDFlash(dflash.DFlash):
     """The drafter with `AnchoredBlock` layers: the same weights, the same outputs."""
 
-    def __init__(self, config: DFlashConfig, arrays: Mapping[str, Mapping[str, Array]]):
-        Layer.__init__(self, config, {**arrays["context"], **arrays["head"]})
-        self.blocks = nnx.List(
-            AnchoredBlock(config, layer, arrays[f"layer_{layer}"]) for layer in range(config.num_hidden_layers)
-        )
+    block_type = AnchoredBlock
 
     def run(
         self,
