@@ -62,12 +62,19 @@ class ItemWriter:
         self.path = directory / name
         self._partial = self._partial_path(directory, name)
         self._arrays = list(arrays)
+        self.described = {}
         self._partial.mkdir()
+        try:
+            self._describe(arrays)
+        except OSError:
+            self.abandon()
+            raise
+
+    def _describe(self, arrays: dict[str, tuple[StoredArray, tuple[int, ...]]]) -> None:
         for array in arrays:
             (self._partial / array).mkdir()
         texts = {f"{array}/.zarray": _array_metadata(*arrays[array]) for array in arrays}
         texts["_METADATA"] = _item_metadata(arrays)
-        self.described = {}
         for name, text in texts.items():
             write_file(self._partial / name, text.encode())
             self.described[name] = (len(text.encode()), zlib.crc32(text.encode()))
