@@ -25,12 +25,13 @@ ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "golden"
 CONFIGS = Path(__file__).parent / "configs"
 SOURCES = {
-    "target": GOLDEN / "target",
-    "drafter": GOLDEN / "drafter",
-    "drafter_sliding": GOLDEN / "drafter_sliding",
-    "tiny": ROOT / "experiments/tiny_kimi/target",
-    "tiny_drafter": ROOT / "experiments/tiny_kimi/drafter",
+    "target": (GOLDEN / "target", "tensor=2"),
+    "drafter": (GOLDEN / "drafter", "tensor=2"),
+    "drafter_sliding": (GOLDEN / "drafter_sliding", "tensor=2"),
+    "tiny": (ROOT / "experiments/tiny_kimi/target", "tensor=4"),
+    "tiny_drafter": (ROOT / "experiments/tiny_kimi/drafter", "tensor=4"),
 }
+"""Folders, and the mesh that each is converted for."""
 
 
 def read_source(directory):
@@ -61,8 +62,8 @@ def load(out):
 def converted(tmp_path_factory):
     """Converted models by name; the experts of "tiny" are in blocks, those of "target" are not."""
     root = tmp_path_factory.mktemp("converted")
-    for model, source in SOURCES.items():
-        convert(source, root / model, mesh="tensor=4", report=lambda state: None)
+    for model, (source, mesh) in SOURCES.items():
+        convert(source, root / model, mesh=mesh, report=lambda state: None)
     assert (root / "tiny/layer_1/down_EMKmw").is_dir() and (root / "target/layer_1/down_EDI").is_dir()
     return root
 
@@ -177,7 +178,7 @@ def test_converted_experts_stand_for_the_reference_weights(converted):
 
 @pytest.mark.parametrize("model", SOURCES)
 def test_every_published_tensor_comes_back(converted, model):
-    source = read_source(SOURCES[model])
+    source = read_source(SOURCES[model][0])
     found = published(model, *load(converted / model))
     ignored = json.loads((GOLDEN / "target_dequant_sums.json").read_text())["ignored_tensors"]
     assert source.keys() - found.keys() == (set(ignored) if model == "target" else set())
