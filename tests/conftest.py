@@ -1,13 +1,8 @@
-"""CPU with eight host devices; implicit rank and dtype promotion are errors.
-
-Most of the suite's time goes into compiling, so programs are optimized little unless ``JAX_DISABLE_MOST_OPTIMIZATIONS``
-says otherwise.
-"""
+"""CPU with eight host devices; implicit rank and dtype promotion are errors."""
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 from collections.abc import Iterator
