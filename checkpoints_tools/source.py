@@ -118,7 +118,7 @@ class Shard:
             text = str(error).removeprefix(f"{self.path} ").removeprefix("is not valid JSON: ")
             raise SourceError(f"{self.path} is truncated or not a safetensors file: {text}") from error
         end = start
-        for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != end:
                 raise SourceError(f"{self.path}: {name} begins at byte {entry.begin}; the tensor before ends at {end}")
             end = entry.end
