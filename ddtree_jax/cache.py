@@ -56,7 +56,13 @@ def take_rows(rows: Cache, index_BT: Int32[Array, "B T"]) -> Cache:
 
 
 def commit(
-    cache: Cache, rows: Cache, index_BT: Int32[Array, "B T"], length_B: Int32[Array, "B"], count_B: Int32[Array, "B"]
+    cache: Cache,
+    rows: Cache,
+    index_BT: Int32[Array, "B T"],
+    length_B: Int32[Array, "B"],
+    count_B: Int32[Array, "B"],
+    *,
+    has_kernels: bool = True,
 ) -> Cache:
     """Writes rows ``index_BT`` of each sequence as `append` does: the first ``count_B`` of them behind its length."""
     slots, treedef = jax.tree.flatten(cache)
@@ -67,5 +73,6 @@ def commit(
     def by_reference(slots: list[Array], rows: list[Array], index_BT: Array, *numbers: Array) -> list[Array]:
         return append(slots, take_rows(rows, index_BT), *numbers)
 
-    updated = simt.choose(by_kernel, by_reference, slots, jax.tree.leaves(rows), index_BT, length_B, count_B)
+    arrays = slots, jax.tree.leaves(rows), index_BT, length_B, count_B
+    updated = simt.choose(by_kernel, by_reference, *arrays, has_kernels=has_kernels)
     return jax.tree.unflatten(treedef, updated)

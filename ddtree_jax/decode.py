@@ -2,8 +2,15 @@
 
 Plain decoding ("ar") is the loop with a tree of the root alone, the DFlash chain is the loop with one candidate a depth;
 all three share every other line. The loop knows the models only by the two protocols below.
+
+On a mesh the models divide their own work. What lies between them is done by every device, on its own columns of the logits
+where there are any, so that logits stay where they are made (`vocabulary.Place`)::
+
+    draft  ──► logits [B, L, V / shards] ─► candidates ──gather──► tree on every device
+    verify ──► logits [B, N, V / shards] ─► candidates ──gather──► draws, path, commit on every device
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -18,6 +25,7 @@ from ddtree_jax.arguments import is_integer, shown
 from ddtree_jax.cache import Cache, append, clear_unused, commit, take_rows
 from ddtree_jax.sampling_params import MAX_TOP_LOGPROBS, SamplingArrays
 from ddtree_jax.tree import Tree
+from ddtree_jax.vocabulary import Place
 
 MODES = ("ar", "chain", "ddtree")
 BUDGET_BUCKETS = (3, 7, 15, 31, 63, 127, 255)
@@ -84,7 +92,8 @@ class DecodeConfig:
 class Plan:
     """The static shape of a round: what a program is compiled for.
 
-    ``depth`` 0 means that nothing is drafted, ``num_top_logprobs`` 0 that nobody asked for alternatives.
+    ``depth`` 0 means that nothing is drafted, ``num_top_logprobs`` 0 that nobody asked for alternatives. ``place`` is where
+    trees, draws and commits are made.
     """
 
     num_nodes: int
@@ -92,10 +101,17 @@ class Plan:
     depth: int
     mask_token_id: int
     num_top_logprobs: int
+    place: Place = Place()
 
     @classmethod
     def of(
-        cls, decode: DecodeConfig, depth: int, mask_token_id: int, vocab_size: int, wants_top_logprobs: bool
+        cls,
+        decode: DecodeConfig,
+        depth: int,
+        mask_token_id: int,
+        vocab_size: int,
+        wants_top_logprobs: bool,
+        place: Place = Place(),
     ) -> "Plan":
         """Plan for a mode; DDTree budgets share the smallest bucket that holds them."""
         if decode.mode == "ar" or decode.budget == 0:
@@ -111,6 +127,7 @@ class Plan:
             depth=depth,
             mask_token_id=mask_token_id,
             num_top_logprobs=min(MAX_TOP_LOGPROBS, vocab_size) if wants_top_logprobs else 0,
+            place=place,
         )
 
 
@@ -252,26 +269,62 @@ def begin(models: Models, context: Context, sampling: SamplingArrays, plan: Plan
         last=_no_round(batch, plan),
     )
     # The last prompt token stands where a tree's root would: one position before the token that is drawn.
-    drawn_B1 = _draw(logits_B1V, tree_lib.root_only(zeros_B), context.length_B - 1, state, sampling, plan)
-    first = _emission(logits_B1V, drawn_B1, sampling, plan)
-    return _emit(replace(state, root_B=drawn_B1[:, 0]), first, zeros_B + 1, sampling)
+    root = tree_lib.root_only(zeros_B)
+    *_, first = _accept(logits_B1V, root, context.length_B - 1, state, sampling, replace(plan, depth=0))
+    return _emit(replace(state, root_B=first.token_BM[:, 0]), first, zeros_B + 1, sampling)
+
+
+def _accept(
+    logits_BNV: Array, tree: Tree, length_B: Array, state: State, sampling: SamplingArrays, plan: Plan
+) -> tuple[Int32[Array, "B T"], Int32[Array, "B"], Emitted]:
+    """The path that the target draws in a tree whose root lies at position ``length_B``, its length, and what it emits.
+
+    Every device does so with its own columns of the logits.
+    """
+    accept = functools.partial(_accept_shard, plan=plan)
+    history = state.emitted.token_BM, state.num_tokens_B
+    return plan.place.run_on_columns(accept, logits_BNV, tree, length_B, *history, sampling)
+
+
+def _accept_shard(
+    logits_BNV: Array,
+    tree: Tree,
+    length_B: Array,
+    emitted_BM: Array,
+    num_tokens_B: Array,
+    sampling: SamplingArrays,
+    plan: Plan,
+) -> tuple[Int32[Array, "B T"], Int32[Array, "B"], Emitted]:
+    drawn_BN = _draw(logits_BNV, tree, length_B, emitted_BM, num_tokens_B, sampling, plan)
+    path_BT, accepted_B = tree_lib.walk(tree, drawn_BN, plan.depth, has_kernels=plan.place.has_kernels)
+    emitted_BT = jnp.take_along_axis(drawn_BN, path_BT, axis=1)
+    path_logits_BTV = jnp.take_along_axis(logits_BNV, path_BT[..., None], axis=1)
+    return path_BT, accepted_B, _emission(path_logits_BTV, emitted_BT, sampling, plan)
 
 
 def _draw(
-    logits_BNV: Array, tree: Tree, length_B: Array, state: State, sampling: SamplingArrays, plan: Plan
+    logits_BNV: Array,
+    tree: Tree,
+    length_B: Array,
+    emitted_BM: Array,
+    num_tokens_B: Array,
+    sampling: SamplingArrays,
+    plan: Plan,
 ) -> Int32[Array, "B N"]:
-    """One token behind every node of a tree whose root lies at position ``length_B``."""
+    """One token behind every node."""
+    shard = plan.place.shard
     logits_BNV = penalties.adjusted(
-        logits_BNV, tree.token_BN, tree.visible_BNn, state.emitted.token_BM, state.num_tokens_B, sampling
+        logits_BNV, tree.token_BN, tree.visible_BNn, emitted_BM, num_tokens_B, sampling, shard
     )
-    return sampling_lib.draw(logits_BNV, tree.depth_BN, length_B, state.num_tokens_B, sampling, plan.depth + 1)
+    return sampling_lib.draw(logits_BNV, tree.depth_BN, length_B, num_tokens_B, sampling, plan.depth + 1, shard)
 
 
 def _emission(logits_BTV: Array, token_BT: Array, sampling: SamplingArrays, plan: Plan) -> Emitted:
-    top_token_BTK, top_logprob_BTK = sampling_lib.best(logits_BTV, plan.num_top_logprobs)
+    shard = plan.place.shard
+    top_token_BTK, top_logprob_BTK = sampling_lib.best(logits_BTV, plan.num_top_logprobs, shard)
     return Emitted(
         token_BM=token_BT,
-        logprob_BM=sampling_lib.log_probability(logits_BTV, token_BT, sampling),
+        logprob_BM=sampling_lib.log_probability(logits_BTV, token_BT, sampling, shard),
         top_token_BMK=top_token_BTK,
         top_logprob_BMK=top_logprob_BTK,
     )
@@ -316,7 +369,12 @@ def draft_tree(models: Models, state: State, plan: Plan, budget: Int32[Array, ""
             models, state.root_B, state.length_B, state.drafter_cache, plan.depth, plan.mask_token_id
         )
     with jax.named_scope("expand"):
-        return tree_lib.grow(state.root_B, logits_BLV, budget, plan.num_nodes, plan.num_candidates)
+        sizes = {"num_nodes": plan.num_nodes, "num_candidates": plan.num_candidates, "shard": plan.place.shard}
+
+        def grow(logits_BLV: Array, root_B: Array, budget: Array) -> Tree:
+            return tree_lib.grow(root_B, logits_BLV, budget, **sizes)
+
+        return plan.place.run_on_columns(grow, logits_BLV, state.root_B, budget)
 
 
 def decode_round(models: Models, state: State, sampling: SamplingArrays, plan: Plan, budget: Int32[Array, ""]) -> State:
@@ -326,18 +384,16 @@ def decode_round(models: Models, state: State, sampling: SamplingArrays, plan: P
         out = _verify(models, state, tree)
         logits_BNV = models.target.unembed(out.hidden_BTD)
     with jax.named_scope("accept"):
-        drawn_BN = _draw(logits_BNV, tree, state.length_B, state, sampling, plan)
-        path_BT, accepted_B = tree_lib.walk(tree, drawn_BN, plan.depth)
+        path_BT, accepted_B, emission = _accept(logits_BNV, tree, state.length_B, state, sampling, plan)
         accepted_B = jnp.where(state.finish_B == RUNNING, accepted_B, 0)
-        emitted_BT = jnp.take_along_axis(drawn_BN, path_BT, axis=1)
-        path_logits_BTV = jnp.take_along_axis(logits_BNV, path_BT[..., None], axis=1)
-        emission = _emission(path_logits_BTV, emitted_BT, sampling, plan)
     with jax.named_scope("commit"):
         state = _commit(models, state, plan, out, path_BT, accepted_B)
         last_B1 = jnp.maximum(accepted_B - 1, 0)[:, None]
         state = replace(
             state,
-            root_B=jnp.where(accepted_B > 0, jnp.take_along_axis(emitted_BT, last_B1, axis=1)[:, 0], state.root_B),
+            root_B=jnp.where(
+                accepted_B > 0, jnp.take_along_axis(emission.token_BM, last_B1, axis=1)[:, 0], state.root_B
+            ),
             last=Round(
                 token_BN=tree.token_BN,
                 parent_BN=tree.parent_BN,
@@ -362,18 +418,23 @@ def _verify(models: Models, state: State, tree: Tree) -> Any:
 
 
 def _commit(models: Models, state: State, plan: Plan, out: Any, path_BT: Array, accepted_B: Array) -> State:
-    """Writes the accepted nodes' rows behind the prefix: the target's, and the drafter's from the nodes' features."""
+    """Writes the accepted nodes' rows behind the prefix: the target's, and the drafter's from the nodes' features.
+
+    The target's cache is whole on every device. The drafter's is left to the partitioner, which divides it by heads: whole,
+    its heads would be copied out of it in every round.
+    """
+    write = functools.partial(commit, has_kernels=plan.place.has_kernels)
     drafter_cache = state.drafter_cache
     if plan.depth > 0:
         features_BTY = take_rows(out.features_BTY, path_BT)
         positions_BT = state.length_B[:, None] + jnp.arange(plan.depth + 1, dtype=jnp.int32)[None]
         rows = models.drafter.context(features_BTY, positions_BT)
         in_order_BT = jnp.broadcast_to(jnp.arange(plan.depth + 1, dtype=jnp.int32)[None], path_BT.shape)
-        drafter_cache = commit(drafter_cache, rows, in_order_BT, state.length_B, accepted_B)
+        drafter_cache = write(drafter_cache, rows, in_order_BT, state.length_B, accepted_B)
     is_active_B = (accepted_B > 0).astype(jnp.int32)
     return replace(
         state,
-        target_cache=commit(state.target_cache, out.rows, path_BT, state.length_B, accepted_B),
+        target_cache=plan.place.run(write, state.target_cache, out.rows, path_BT, state.length_B, accepted_B),
         drafter_cache=drafter_cache,
         length_B=state.length_B + accepted_B,
         accepted_BM=append(state.accepted_BM, accepted_B[:, None], state.num_rounds_B, is_active_B),

@@ -24,6 +24,7 @@ from ddtree_jax.prefix_cache import PrefixCache
 from ddtree_jax.prompts import Limits, Prompt, read_prompts, read_token_ids
 from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
 from ddtree_jax.tokenizer import Tokenizer
+from ddtree_jax.vocabulary import Place
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 """Sequences a batch is filled up to; the last is the largest batch."""
@@ -55,7 +56,9 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         prefill_chunk: int = 256,
         prefix_cache: bool = False,
+        has_kernels: bool = True,
     ):
+        """``has_kernels`` allows kernels for trees, draws and committed rows; attention and experts are the models' own."""
         _check_options(prefill_chunk, prefix_cache)
         _check_pair(target.config, drafter and drafter.config, max_length, tokenizer)
         if drafter is not None and target.capture != drafter.config.target_layer_ids:
@@ -66,6 +69,7 @@ class Engine:
         self.max_length = max_length
         self.tokenizer = tokenizer
         self._replicated = sharding.replicated(mesh)
+        self._place = Place(mesh=mesh, has_kernels=has_kernels)
         self._vocab_size = target.config.vocab_size
         self._chunk_widths = (*(width for width in PREFILL_BUCKETS if width < prefill_chunk), prefill_chunk)
         self._prefix_cache = PrefixCache(self._replicated) if prefix_cache else None
@@ -104,7 +108,7 @@ class Engine:
             common with a sequence of it. In bfloat16 its rows may differ from those of a prefill by rounding.
           kernels: whether attention and experts are computed by GPU kernels (True) or in plain JAX (False). None takes the
             kernels where they run: on a GPU, in bfloat16, with shapes that they take. Kernels for trees, draws and committed
-            rows give what plain JAX gives, and are taken wherever they run.
+            rows give what plain JAX gives, and are taken wherever they run, unless this is False.
           drafter_rope_amplitude: factor on the drafter's cos and sin, instead of what its config gives; some published
             drafters want 0.1 ln(factor) + 1.
           drafter_sliding_causal: whether sliding layers of the drafter are causal inside a block.
@@ -150,6 +154,7 @@ class Engine:
             tokenizer=tokenizer,
             prefill_chunk=prefill_chunk,
             prefix_cache=prefix_cache,
+            has_kernels=kernels is not False,
         )
 
     def generate(
@@ -294,7 +299,7 @@ class Engine:
         if decode_config.mode != "ar" and decode_config.budget > 0:
             drafter_config = self._drafter_config(f"mode {decode_config.mode!r}")
             depth, mask_token_id = drafter_config.depth, drafter_config.mask_token_id
-        return Plan.of(decode_config, depth, mask_token_id, self._vocab_size, wants_top_logprobs)
+        return Plan.of(decode_config, depth, mask_token_id, self._vocab_size, wants_top_logprobs, self._place)
 
     def _sampling_arrays(self, params: Sequence[SamplingParams], token_ids: list[list[int]]) -> SamplingArrays:
         return SamplingArrays.stack(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.sampling_params import SamplingArrays
+from ddtree_jax.vocabulary import Shard
 
 
 def adjusted(
@@ -23,50 +24,59 @@ def adjusted(
     emitted_BM: Int32[Array, "B M"],
     num_emitted_B: Int32[Array, "B"],
     sampling: SamplingArrays,
+    shard: Shard = Shard(),
 ) -> Float[Array, "B N V"]:
     """The target's logits behind each node with bias and penalties in them; float32, untouched if nobody asked for any.
 
-    ``visible_BNn`` says which nodes are a node's ancestors or itself; node 0 is the root.
+    ``visible_BNn`` says which nodes are a node's ancestors or itself; node 0 is the root. The logits may be those of a shard.
     """
-    is_biased = jnp.any(sampling.biased_Bz < logits_BNV.shape[-1])
+    num_columns = logits_BNV.shape[-1]
+    biased_Bz, is_biased_Bz = shard.columns_of(sampling.biased_Bz, num_columns)
     rates = sampling.repetition_penalty_B, sampling.presence_penalty_B, sampling.frequency_penalty_B
     is_penalized = jnp.any((rates[0] != 1) | (rates[1] != 0) | (rates[2] != 0))
 
     def with_bias(logits_BNV: Array) -> Array:
         row_B1 = jnp.arange(logits_BNV.shape[0])[:, None]
         bias_BzN = jnp.broadcast_to(sampling.bias_Bz[..., None], (*sampling.bias_Bz.shape, logits_BNV.shape[1]))
-        return logits_BNV.at[row_B1, :, sampling.biased_Bz].add(bias_BzN, mode="drop")
+        column_Bz = jnp.where(is_biased_Bz, biased_Bz, num_columns)
+        return logits_BNV.at[row_B1, :, column_Bz].add(bias_BzN, mode="drop")
 
     def with_penalties(logits_BNV: Array) -> Array:
-        return jax.vmap(_penalized)(
-            logits_BNV, token_BN, visible_BNn, emitted_BM, num_emitted_B, sampling.prompt_BV, rates
-        )
+        first_id = shard.first_id(num_columns)
+        prompt_BV = jax.lax.dynamic_slice_in_dim(sampling.prompt_BV, first_id, num_columns, axis=1)
+        history = shard.columns_of(token_BN, num_columns), visible_BNn, shard.columns_of(emitted_BM, num_columns)
+        return jax.vmap(_penalized)(logits_BNV, *history, num_emitted_B, prompt_BV, rates)
 
-    logits_BNV = jax.lax.cond(is_biased, with_bias, lambda logits_BNV: logits_BNV, logits_BNV)
+    logits_BNV = jax.lax.cond(jnp.any(is_biased_Bz), with_bias, lambda logits_BNV: logits_BNV, logits_BNV)
     return jax.lax.cond(is_penalized, with_penalties, lambda logits_BNV: logits_BNV, logits_BNV)
 
 
 def _penalized(
     logits_NV: Array,
-    token_N: Array,
+    node_columns: tuple[Array, Array],
     visible_Nn: Array,
-    emitted_M: Array,
+    emitted_columns: tuple[Array, Array],
     num_emitted: Array,
     prompt_V: Array,
     rates: tuple[Array, Array, Array],
 ) -> Array:
-    """One sequence: every id by how often it was emitted, then the ids on each node's path by their full count."""
-    is_emitted_M = jnp.arange(emitted_M.shape[0]) < num_emitted
-    count_V = jnp.zeros(logits_NV.shape[1], jnp.float32).at[emitted_M].add(is_emitted_M.astype(jnp.float32))
+    """One sequence: every id by how often it was emitted, then the ids on each node's path by their full count.
 
-    node_n = jnp.arange(token_N.shape[0])
-    on_path_Nn = visible_Nn & (node_n != 0)[None]
-    same_token_nn = (token_N[:, None] == token_N[None]).astype(jnp.float32)
-    count_Nn = count_V[token_N][None] + on_path_Nn.astype(jnp.float32) @ same_token_nn
-    on_path_logits_Nn = _with_rates(logits_NV[:, token_N], count_Nn, prompt_V[token_N][None], rates)
+    Ids of the nodes and of what was emitted come as `Shard.columns_of` gives them.
+    """
+    (column_N, is_here_N), (column_M, is_here_M) = node_columns, emitted_columns
+    num_columns = logits_NV.shape[1]
+    is_emitted_M = is_here_M & (jnp.arange(column_M.shape[0]) < num_emitted)
+    count_V = jnp.zeros(num_columns, jnp.float32).at[column_M].add(is_emitted_M.astype(jnp.float32))
+
+    node_n = jnp.arange(column_N.shape[0])
+    on_path_Nn = visible_Nn & (is_here_N & (node_n != 0))[None]
+    same_token_nn = (column_N[:, None] == column_N[None]).astype(jnp.float32)
+    count_Nn = count_V[column_N][None] + on_path_Nn.astype(jnp.float32) @ same_token_nn
+    on_path_logits_Nn = _with_rates(logits_NV[:, column_N], count_Nn, prompt_V[column_N][None], rates)
 
     penalized_NV = _with_rates(logits_NV, count_V[None], prompt_V[None], rates)
-    column_Nn = jnp.where(on_path_Nn, token_N[None], logits_NV.shape[1])
+    column_Nn = jnp.where(on_path_Nn, column_N[None], num_columns)
     return penalized_NV.at[node_n[:, None], column_Nn].set(on_path_logits_Nn, mode="drop")
 
 

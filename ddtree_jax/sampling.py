@@ -3,35 +3,73 @@
 A token is ``argmax(filter(logits / temperature) + gumbel(seed, sequence, position))``, which is a draw from the filtered
 softmax (Gumbel-max). The noise is a function of the absolute position of the token that is drawn, so that the same token
 comes out whichever node, tree, batch or mode asked for it. Greedy decoding is the case without noise.
+
+On a mesh every device does this for its own columns of the vocabulary (`vocabulary.Shard`), with the noise of their ids::
+
+    greedy      best of a shard ──────────────────────────────────────────► gather ─► token
+    kernels     best ─► gather ─► sum of the shard ─► gather ─► candidates ─► gather ─► filters, noise ─► token
+    plain JAX   best ─► gather ─► thresholds by search, with sums over all shards ─► noise ─► best ─► gather ─► token
+
+Sampling adds to the greedy case only if a sequence asks for it. Where the kernels cannot know a draw, plain JAX makes it, at
+the price of some 20 small sums over the shards.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jax.extend.random import threefry_2x32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from ddtree_jax.pallas import sample, simt
 from ddtree_jax.sampling_params import SamplingArrays
+from ddtree_jax.vocabulary import Shard
+
+_UNIT = 2.0**31
+"""Masses are counted in units of 2**-31."""
+
+_LIMB = 11
+"""Bits of a part of a mass whose sum over any vocabulary fits into 32."""
 
 
-def filtered(logits_V: Float[Array, "V"], top_k: Array, top_p: Array, min_p: Array) -> Float[Array, "V"]:
+def filtered(
+    logits_V: Float[Array, "V"], top_k: Array, top_p: Array, min_p: Array, shard: Shard = Shard()
+) -> Float[Array, "V"]:
     """Logits (already divided by the temperature) with what the filters remove at -inf.
 
     All three filters keep the tokens from some logit up, equal ones together, so that one threshold serves. It is found by
-    bisection over the ordered bits of float32: exact, and without sorting the vocabulary.
+    search over the ordered bits of float32, without sorting the vocabulary. Counts and masses are integers, so that
+    their sums are the same in any order and over any shards.
     """
     order_V = _ordered_bits(logits_V)
-    num_kept = jnp.where(top_k > 0, top_k, logits_V.shape[0])
-    top_k_order = _first_order(lambda order: jnp.sum(order_V > order) < num_kept)
-    kept_V = jnp.where(order_V >= top_k_order, logits_V, -jnp.inf)
-    probability_V = jax.nn.softmax(kept_V)
+    num_kept = jnp.where(top_k > 0, top_k, jnp.int32(2**31 - 1))
+
+    def add_up_above(order_n: Array, x_V: Array) -> Array:
+        is_above_nV = order_V[None] > order_n[:, None]
+        return shard.sum(jnp.sum(jnp.where(is_above_nV, x_V[None], 0), axis=1, dtype=x_V.dtype))
+
+    ones_V = jnp.ones(order_V.shape, jnp.int32)
+    top_k_order = _first_order(lambda order_n: add_up_above(order_n, ones_V) < num_kept)
+    largest = shard.maximum(jnp.max(logits_V))
+    mass_V = _masses(jnp.where(order_V >= top_k_order, logits_V, -jnp.inf), largest, shard)
+    enough = jnp.maximum(jnp.round(top_p * _UNIT), 1).astype(jnp.uint32)
     # A token stays if those above it do not yet reach top_p.
-    top_p_order = _first_order(lambda order: jnp.sum(jnp.where(order_V > order, probability_V, 0.0)) < top_p)
+    top_p_order = _first_order(lambda order_n: add_up_above(order_n, mass_V) < enough)
     order = jnp.maximum(top_k_order, jnp.where(top_p < 1, top_p_order, top_k_order))
-    is_kept_V = (order_V >= order) & (logits_V >= jnp.max(logits_V) + jnp.log(min_p))
+    is_kept_V = (order_V >= order) & (logits_V >= largest + jnp.log(min_p))
     return jnp.where(is_kept_V, logits_V, -jnp.inf)
+
+
+def _masses(logits_V: Float[Array, "V"], largest: Float[Array, ""], shard: Shard) -> UInt32[Array, "V"]:
+    """The softmax in units of 2**-31. Weights are rounded to such units of the largest one before they are added up."""
+    weight_V = jnp.exp(logits_V - largest)
+    units_V = jnp.round(weight_V * _UNIT).astype(jnp.uint32)
+    parts = [(units_V >> (_LIMB * limb)) & (2**_LIMB - 1) for limb in range(3)]
+    sums = shard.sum(jnp.stack([jnp.sum(part, dtype=jnp.uint32) for part in parts])).astype(jnp.float32)
+    total = (sums[2] * 2.0 ** (2 * _LIMB) + sums[1] * 2.0**_LIMB + sums[0]) / _UNIT
+    return jnp.round(weight_V / total * _UNIT).astype(jnp.uint32)
 
 
 def _ordered_bits(x: Float[Array, "V"]) -> Int32[Array, "V"]:
@@ -41,31 +79,43 @@ def _ordered_bits(x: Float[Array, "V"]) -> Int32[Array, "V"]:
 
 
 def _first_order(holds: Callable[[Array], Array]) -> Int32[Array, ""]:
-    """Smallest 32-bit integer at which a predicate holds that goes on holding above it."""
+    """Smallest 32-bit integer at which a predicate holds that goes on holding above it.
 
-    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        # The mean of two integers of any sign, without overflow.
-        middle = (low & high) + jnp.right_shift(low ^ high, 1)
-        is_above = holds(middle)
-        return jnp.where(is_above, low, middle + 1), jnp.where(is_above, middle, high)
+    ``holds`` takes several integers at once. Four bits a step, so that sums over shards are few.
+    """
 
-    def bisect(is_unrolled: bool) -> Array:
-        bounds = jnp.int32(-(2**31)), jnp.int32(2**31 - 1)
-        return jax.lax.fori_loop(0, 32, halve, bounds, unroll=is_unrolled)[1]
+    def choose_digit(step: Array, low: Array) -> Array:
+        width = jnp.int32(1) << (28 - 4 * step)
+        return low + width * jnp.sum(~holds(low + width * jnp.arange(1, 16) - 1), dtype=jnp.int32)
 
-    # A GPU's graphs take in no loops by default, and this one would cut the round's graph in three. Elsewhere it would take
-    # longer to compile.
-    return jax.lax.platform_dependent(cuda=lambda: bisect(True), default=lambda: bisect(False))
+    def search(is_unrolled: bool) -> Array:
+        return jax.lax.fori_loop(0, 8, choose_digit, jnp.int32(-(2**31)), unroll=is_unrolled)
+
+    # A GPU's graphs take in no loops by default, and this one would cut the round's graph in three. Elsewhere an unrolled one
+    # would take longer to compile.
+    return jax.lax.platform_dependent(cuda=lambda: search(True), default=lambda: search(False))
 
 
-def noise(sampling: SamplingArrays, position_BT: Int32[Array, "B T"], vocab_size: int) -> Float[Array, "B T V"]:
-    """Gumbel noise for the tokens at absolute positions ``position_BT``."""
+def noise(
+    sampling: SamplingArrays,
+    position_BT: Int32[Array, "B T"],
+    num_columns: int,
+    first_id: Int32[Array, ""] | int = 0,
+) -> Float[Array, "B T V"]:
+    """Gumbel noise of the ids from ``first_id`` on for the tokens at absolute positions ``position_BT``.
 
-    def draw(key: Array) -> Array:
-        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+    Element i of ``jax.random.gumbel`` with a position's key, for any number of ids, is that of id i.
+    """
+    id_V = (first_id + jnp.arange(num_columns, dtype=jnp.int32)).astype(jnp.uint32)
+    count_2V = jnp.stack([jnp.zeros_like(id_V), id_V])
+    lowest = jnp.finfo(jnp.float32).tiny
 
-    return jax.vmap(jax.vmap(draw))(noise_keys(sampling, position_BT))
+    def draw(key_2: Array) -> Array:
+        bits_2V = threefry_2x32((key_2[0], key_2[1]), count_2V)
+        one_to_two_V = jax.lax.bitcast_convert_type(((bits_2V[0] ^ bits_2V[1]) >> 9) | 0x3F800000, jnp.float32)
+        return -jnp.log(-jnp.log(jnp.maximum(one_to_two_V - 1.0 + lowest, lowest)))
+
+    return jax.vmap(jax.vmap(draw))(jax.random.key_data(noise_keys(sampling, position_BT)))
 
 
 def noise_keys(sampling: SamplingArrays, position_BT: Int32[Array, "B T"]) -> Array:
@@ -85,59 +135,85 @@ def draw(
     num_tokens_B: Int32[Array, "B"],
     sampling: SamplingArrays,
     num_depths: int,
+    shard: Shard = Shard(),
 ) -> Int32[Array, "B N"]:
     """Draws one token behind every node.
 
     Args:
-      logits_BNV: float32.
+      logits_BNV: float32; those of the shard.
       depth_BN: depths of the nodes, below ``num_depths``. The node lies at position ``length_B + depth``.
       num_tokens_B: how many tokens each sequence has emitted; the token behind depth d would be number ``num_tokens_B + d``.
     """
-    logits_BNV = _without_stops(logits_BNV, num_tokens_B[:, None] + depth_BN, sampling)
-    greedy_BN = simt.choose(_best_by_kernels, lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32), logits_BNV)
-
-    def with_noise() -> Array:
-        position_BT = length_B[:, None] + 1 + jnp.arange(num_depths, dtype=jnp.int32)[None]
-        arrays = logits_BNV, depth_BN, position_BT, sampling
-        sampled_BN = simt.choose(_sample_by_kernels, sample_reference, *arrays)
-        return jnp.where(sampling.temperature_B[:, None] > 0, sampled_BN, greedy_BN)
-
-    return jax.lax.cond(jnp.any(sampling.temperature_B > 0), with_noise, lambda: greedy_BN)
+    logits_BNV = _without_stops(logits_BNV, num_tokens_B[:, None] + depth_BN, sampling, shard)
+    position_BT = length_B[:, None] + 1 + jnp.arange(num_depths, dtype=jnp.int32)[None]
+    forms = (functools.partial(form, shard=shard) for form in (_draw_by_kernels, _draw_by_reference))
+    return simt.choose(*forms, logits_BNV, depth_BN, position_BT, sampling, has_kernels=shard.has_kernels)
 
 
-def _best_by_kernels(logits_BNV: Array) -> Int32[Array, "B N"]:
-    token_R = sample.merge_greedy(sample.best_of_pieces(logits_BNV, jnp.int32(0)))
-    return token_R.reshape(logits_BNV.shape[:2])
+def _or_greedy(greedy_BN: Array, sampling: SamplingArrays, sample_nodes: Callable[[], Array]) -> Int32[Array, "B N"]:
+    """The greedy tokens, and those that are sampled where a sequence has a temperature."""
+    is_sampled_B = sampling.temperature_B > 0
+    return jax.lax.cond(
+        jnp.any(is_sampled_B), lambda: jnp.where(is_sampled_B[:, None], sample_nodes(), greedy_BN), lambda: greedy_BN
+    )
+
+
+def _draw_by_reference(
+    logits_BNV: Array, depth_BN: Array, position_BT: Array, sampling: SamplingArrays, *, shard: Shard
+) -> Int32[Array, "B N"]:
+    largest_BN, greedy_BN = shard.argmax(logits_BNV)
+    nodes = logits_BNV, largest_BN, depth_BN, position_BT, sampling
+    return _or_greedy(greedy_BN, sampling, lambda: _sample(*nodes, shard))
+
+
+def _draw_by_kernels(
+    logits_BNV: Array, depth_BN: Array, position_BT: Array, sampling: SamplingArrays, *, shard: Shard
+) -> Int32[Array, "B N"]:
+    best = sample.best_of_pieces(logits_BNV, shard.first_id(logits_BNV.shape[-1]))
+    best = sample.Best(*_gather_pieces(shard, *best))
+    greedy_BN = sample.merge_greedy(best).reshape(depth_BN.shape)
+    nodes = logits_BNV, best, depth_BN, position_BT, sampling
+    return _or_greedy(greedy_BN, sampling, lambda: _sample_by_kernels(*nodes, shard))
+
+
+def _gather_pieces(shard: Shard, *arrays_RC: Array) -> list[Array]:
+    """Numbers of a shard's pieces [R, C] become those of all pieces."""
+    return [array_RC1[..., 0] for array_RC1 in shard.gather(*(array_RC[..., None] for array_RC in arrays_RC))]
 
 
 def _sample_by_kernels(
-    logits_BNV: Array, depth_BN: Array, position_BT: Array, sampling: SamplingArrays
+    logits_BNV: Array,
+    best: sample.Best,
+    depth_BN: Array,
+    position_BT: Array,
+    sampling: SamplingArrays,
+    shard: Shard,
 ) -> Int32[Array, "B N"]:
-    """`sample_reference` by the kernels; by itself where the kernels cannot know the draw."""
-    vocab_size = logits_BNV.shape[-1]
-    filters = sample.Filters(
-        _temperature(sampling),
-        sampling.top_k_B,
-        sampling.top_p_B,
-        sampling.min_p_B,
-    )
+    """What `sample_reference` draws, by the kernels; by itself where the kernels cannot know the draw."""
+    first_id, num_ids = shard.first_id(logits_BNV.shape[-1]), shard.num_ids(logits_BNV.shape[-1])
+    filters = sample.Filters(_temperature(sampling), sampling.top_k_B, sampling.top_p_B, sampling.min_p_B)
     key_BT2 = jax.random.key_data(noise_keys(sampling, position_BT))
+    config = sample.Config()
+    if shard.axis is not None:  # Lists cross the mesh: a row's are no longer than all that can be used of them.
+        config = replace(config, capacity=min(config.capacity, config.num_kept // best.logit_RC.shape[1]))
 
     def with_filters() -> Array:
-        sums = sample.add_up_pieces(logits_BNV, filters, jnp.int32(0))
-        lists = sample.collect_pieces(logits_BNV, sums, filters, jnp.int32(0), vocab_size)
-        token_BN = sample.draw_tokens(sums, lists, filters, depth_BN, key_BT2, vocab_size)
+        sum_RC2 = sample.add_up_pieces(logits_BNV, best, filters, config)
+        (sum_RC2,) = shard.gather(sum_RC2)
+        lists = sample.collect_pieces(logits_BNV, best, sum_RC2, filters, first_id, num_ids, config)
+        count_RC1, *candidates = shard.gather(lists.count_RC[..., None], *lists[1:])
+        lists = sample.Lists(count_RC1[..., 0], *candidates)
+        token_BN = sample.draw_tokens(best, sum_RC2, lists, filters, depth_BN, key_BT2, num_ids, config)
         is_unknown_BN = (token_BN < 0) & (sampling.temperature_B[:, None] > 0)
         return jax.lax.cond(
             jnp.any(is_unknown_BN),
-            lambda: sample_reference(logits_BNV, depth_BN, position_BT, sampling),
+            lambda: sample_reference(logits_BNV, depth_BN, position_BT, sampling, shard),
             lambda: token_BN,
         )
 
     def without() -> Array:
-        best = sample.best_of_pieces(logits_BNV, jnp.int32(0))
-        noisy = sample.perturb_pieces(logits_BNV, best, filters, depth_BN, key_BT2, jnp.int32(0))
-        return sample.merge_greedy(noisy).reshape(depth_BN.shape)
+        noisy = sample.perturb_pieces(logits_BNV, best, filters, depth_BN, key_BT2, first_id)
+        return sample.merge_greedy(sample.Best(*_gather_pieces(shard, *noisy))).reshape(depth_BN.shape)
 
     return jax.lax.cond(jnp.any((sampling.top_k_B > 0) | (sampling.top_p_B < 1)), with_filters, without)
 
@@ -151,30 +227,43 @@ def sample_reference(
     depth_BN: Int32[Array, "B N"],
     position_BT: Int32[Array, "B T"],
     sampling: SamplingArrays,
+    shard: Shard = Shard(),
 ) -> Int32[Array, "B N"]:
     """Draws with noise, in plain JAX; a token behind depth d gets the noise of position ``position_BT[:, d]``."""
+    largest_BN, _ = shard.argmax(logits_BNV)
+    return _sample(logits_BNV, largest_BN, depth_BN, position_BT, sampling, shard)
+
+
+def _sample(
+    logits_BNV: Array,
+    largest_BN: Array,
+    depth_BN: Array,
+    position_BT: Array,
+    sampling: SamplingArrays,
+    shard: Shard,
+) -> Int32[Array, "B N"]:
     # The best logit at 0, so that the smallest temperature overflows toward greedy decoding and not to NaN.
-    above_BNV = logits_BNV - jnp.max(logits_BNV, axis=-1, keepdims=True)
-    scaled_BNV = above_BNV / _temperature(sampling)[:, None, None]
+    scaled_BNV = (logits_BNV - largest_BN[..., None]) / _temperature(sampling)[:, None, None]
     is_filtered = (sampling.top_k_B > 0) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)
-    over_nodes = jax.vmap(filtered, in_axes=(0, None, None, None))
+    of_node = functools.partial(filtered, shard=shard)
+    over_nodes = jax.vmap(of_node, in_axes=(0, None, None, None))
     scaled_BNV = jax.lax.cond(
         jnp.any(is_filtered),
         lambda: jax.vmap(over_nodes)(scaled_BNV, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B),
         lambda: scaled_BNV,
     )
-    noise_BTV = noise(sampling, position_BT, logits_BNV.shape[-1])
-    noisy_BNV = scaled_BNV + jnp.take_along_axis(noise_BTV, depth_BN[..., None], axis=1)
-    return jnp.argmax(noisy_BNV, axis=-1).astype(jnp.int32)
+    num_columns = logits_BNV.shape[-1]
+    noise_BTV = noise(sampling, position_BT, num_columns, shard.first_id(num_columns))
+    return shard.argmax(scaled_BNV + jnp.take_along_axis(noise_BTV, depth_BN[..., None], axis=1))[1]
 
 
-def _without_stops(logits_BNV: Array, number_BN: Array, sampling: SamplingArrays) -> Array:
+def _without_stops(logits_BNV: Array, number_BN: Array, sampling: SamplingArrays, shard: Shard) -> Array:
     """Stop ids at -inf where fewer than ``min_new_tokens`` tokens would stand before them."""
     too_early_BN = number_BN < sampling.min_new_tokens_B[:, None]
 
     def without() -> Array:
-        vocab_size = logits_BNV.shape[-1]
-        id_V = jnp.arange(vocab_size, dtype=jnp.int32)
+        num_columns = logits_BNV.shape[-1]
+        id_V = shard.first_id(num_columns) + jnp.arange(num_columns, dtype=jnp.int32)
         is_stop_BV = jnp.any(sampling.stop_BZ[..., None] == id_V[None, None], axis=1)
         return jnp.where(too_early_BN[..., None] & is_stop_BV[:, None], -jnp.inf, logits_BNV)
 
@@ -186,21 +275,22 @@ def is_stop(token_BT: Int32[Array, "B T"], sampling: SamplingArrays) -> Bool[Arr
 
 
 def log_probability(
-    logits_BTV: Float[Array, "B T V"], token_BT: Int32[Array, "B T"], sampling: SamplingArrays
+    logits_BTV: Float[Array, "B T V"], token_BT: Int32[Array, "B T"], sampling: SamplingArrays, shard: Shard = Shard()
 ) -> Float[Array, "B T"]:
     """Log-probability of tokens under the target's own distribution, if any sequence wants it, else 0."""
-
-    def of_tokens() -> Array:
-        chosen_BT1 = jnp.take_along_axis(logits_BTV, token_BT[..., None], axis=-1)
-        return chosen_BT1[..., 0] - jax.nn.logsumexp(logits_BTV, axis=-1)
-
     zeros_BT = jnp.zeros(token_BT.shape, jnp.float32)
-    return jax.lax.cond(jnp.any(sampling.wants_logprobs_B), of_tokens, lambda: zeros_BT)
+    return jax.lax.cond(
+        jnp.any(sampling.wants_logprobs_B),
+        lambda: shard.value_at(logits_BTV, token_BT) - shard.log_sum_exp(logits_BTV),
+        lambda: zeros_BT,
+    )
 
 
-def best(logits_BTV: Float[Array, "B T V"], num_best: int) -> tuple[Int32[Array, "B T K"], Float[Array, "B T K"]]:
+def best(
+    logits_BTV: Float[Array, "B T V"], num_best: int, shard: Shard = Shard()
+) -> tuple[Int32[Array, "B T K"], Float[Array, "B T K"]]:
     """Each row's most probable tokens, best first and equal logits by lower id, and their log-probabilities."""
     if num_best == 0:
         return jnp.zeros((*logits_BTV.shape[:2], 0), jnp.int32), jnp.zeros((*logits_BTV.shape[:2], 0), jnp.float32)
-    top_BTK, token_BTK = jax.lax.top_k(logits_BTV, num_best)
-    return token_BTK, top_BTK - jax.nn.logsumexp(logits_BTV, axis=-1, keepdims=True)
+    top_BTK, token_BTK, total_BT1 = shard.top(logits_BTV, num_best)
+    return token_BTK, top_BTK - total_BT1

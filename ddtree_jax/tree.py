@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.pallas import commit, simt, tree_expand
+from ddtree_jax.vocabulary import Shard
 
 # Stands for a log-probability of -inf, so that sums stay ordered and finite.
 _IMPOSSIBLE = -1e30
@@ -61,19 +62,25 @@ def grow(
     budget: Int32[Array, ""],
     num_nodes: int,
     num_candidates: int,
+    shard: Shard = Shard(),
 ) -> Tree:
-    """The tree of a draft's logits: `expand` on the ``num_candidates`` best tokens of each row."""
+    """The tree of a draft's logits: `expand` on the ``num_candidates`` best tokens of each row.
+
+    The logits may be those of a shard: its candidates and log-sum-exps are gathered, and every device grows the whole tree.
+    """
 
     def by_kernels(root_B: Array, logits_BLV: Array, budget: Array) -> Tree:
-        candidates = tree_expand.top_candidates(logits_BLV, num_candidates, jnp.int32(0))
+        first_id = shard.first_id(logits_BLV.shape[-1])
+        logit_BLCK, token_BLCK, lse_BLC = tree_expand.top_candidates(logits_BLV, num_candidates, first_id)
+        logit_BLCK, token_BLCK, lse_BLC1 = shard.gather(logit_BLCK, token_BLCK, lse_BLC[..., None])
+        candidates = tree_expand.Candidates(logit_BLCK, token_BLCK, lse_BLC1[..., 0])
         return _of_kernel(root_B, candidates, budget, num_nodes)
 
     def by_reference(root_B: Array, logits_BLV: Array, budget: Array) -> Tree:
-        top_BLK, token_BLK = jax.lax.top_k(jnp.where(logits_BLV == 0, 0.0, logits_BLV), num_candidates)
-        logp_BLK = top_BLK - jax.nn.logsumexp(logits_BLV, axis=-1, keepdims=True)
-        return expand_reference(root_B, token_BLK, logp_BLK, budget, num_nodes)
+        top_BLK, token_BLK, lse_BL1 = shard.top(jnp.where(logits_BLV == 0, 0.0, logits_BLV), num_candidates)
+        return expand_reference(root_B, token_BLK, top_BLK - lse_BL1, budget, num_nodes)
 
-    return simt.choose(by_kernels, by_reference, root_B, logits_BLV, budget)
+    return simt.choose(by_kernels, by_reference, root_B, logits_BLV, budget, has_kernels=shard.has_kernels)
 
 
 def expand(
@@ -222,7 +229,9 @@ def _ancestors(parent_BN: Int32[Array, "B N"], depth_BN: Int32[Array, "B N"]) ->
     return visible_BNn
 
 
-def walk(tree: Tree, drawn_BN: Int32[Array, "B N"], depth: int) -> tuple[Int32[Array, "B T"], Int32[Array, "B"]]:
+def walk(
+    tree: Tree, drawn_BN: Int32[Array, "B N"], depth: int, *, has_kernels: bool = True
+) -> tuple[Int32[Array, "B T"], Int32[Array, "B"]]:
     """Longest path from the root along which each node is what the target drew at its parent.
 
     Returns:
@@ -232,7 +241,8 @@ def walk(tree: Tree, drawn_BN: Int32[Array, "B N"], depth: int) -> tuple[Int32[A
     def by_kernel(tree: Tree, drawn_BN: Array) -> tuple[Array, Array]:
         return commit.accept_path(tree.token_BN, tree.parent_BN, tree.depth_BN, tree.count_B, drawn_BN, depth)
 
-    return simt.choose(by_kernel, functools.partial(walk_reference, depth=depth), tree, drawn_BN)
+    by_reference = functools.partial(walk_reference, depth=depth)
+    return simt.choose(by_kernel, by_reference, tree, drawn_BN, has_kernels=has_kernels)
 
 
 def walk_reference(

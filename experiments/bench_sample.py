@@ -41,9 +41,10 @@ def greedy(logits_BNV: jax.Array) -> jax.Array:
 def drawn(logits_BNV: jax.Array, depth_BN: jax.Array, length_B: jax.Array, arrays: SamplingArrays) -> jax.Array:
     """Draws under top-k or top-p; -1 where the kernels leave them to the reference."""
     filters, key_BT2 = _inputs(length_B, arrays)
-    sums = sample.add_up_pieces(logits_BNV, filters, jnp.int32(0))
-    lists = sample.collect_pieces(logits_BNV, sums, filters, jnp.int32(0), VOCAB)
-    return sample.draw_tokens(sums, lists, filters, depth_BN, key_BT2, VOCAB)
+    best = sample.best_of_pieces(logits_BNV, jnp.int32(0))
+    sums = sample.add_up_pieces(logits_BNV, best, filters)
+    lists = sample.collect_pieces(logits_BNV, best, sums, filters, jnp.int32(0), VOCAB)
+    return sample.draw_tokens(best, sums, lists, filters, depth_BN, key_BT2, VOCAB)
 
 
 def perturbed(logits_BNV: jax.Array, depth_BN: jax.Array, length_B: jax.Array, arrays: SamplingArrays) -> jax.Array:

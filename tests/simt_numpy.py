@@ -79,6 +79,9 @@ class NumpyThreads:
     def round(self, a: np.ndarray) -> np.ndarray:
         return np.rint(a).astype(UINT)
 
+    def to_float(self, a: np.ndarray) -> np.ndarray:
+        return a.astype(np.float32)
+
     def popcount(self, a: np.ndarray) -> np.ndarray:
         return np.bitwise_count(a).astype(INT)
 

@@ -5,6 +5,7 @@ here is left to chance.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,8 +95,8 @@ def share_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """All depths of a tree get the root's noise."""
     noise = sampling.noise
 
-    def of_first_position(params: sampling.SamplingArrays, position_BT: Array, vocab_size: int) -> Array:
-        return noise(params, jnp.broadcast_to(position_BT[:, :1], position_BT.shape), vocab_size)
+    def of_first_position(params: sampling.SamplingArrays, position_BT: Array, *columns: Any) -> Array:
+        return noise(params, jnp.broadcast_to(position_BT[:, :1], position_BT.shape), *columns)
 
     monkeypatch.setattr(sampling, "noise", of_first_position)
 
@@ -109,8 +110,8 @@ def accept_by_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
         drafted.append(draft_logits(*args))
         return drafted[-1]
 
-    def ratio_draw(logits_BNV, tree, length_B, state, params, plan) -> Array:
-        drawn_BN = draw(logits_BNV, tree, length_B, state, params, plan)
+    def ratio_draw(logits_BNV, tree, length_B, emitted_BM, num_tokens_B, params, plan) -> Array:
+        drawn_BN = draw(logits_BNV, tree, length_B, emitted_BM, num_tokens_B, params, plan)
         if tree.token_BN.shape[1] == 1:
             return drawn_BN
         child_BL1 = tree.token_BN[:, 1:, None]
@@ -135,15 +136,15 @@ def filter_after_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token is drawn from all; one that the filters would have removed becomes the best one."""
     draw, filtered = sampling.draw, sampling.filtered
 
-    def late_draw(logits_BNV, depth_BN, length_B, num_tokens_B, params, num_depths) -> Array:
-        drawn_BN = draw(logits_BNV, depth_BN, length_B, num_tokens_B, params, num_depths)
+    def late_draw(logits_BNV, depth_BN, length_B, num_tokens_B, params, num_depths, shard) -> Array:
+        drawn_BN = draw(logits_BNV, depth_BN, length_B, num_tokens_B, params, num_depths, shard)
         over_nodes = jax.vmap(filtered, in_axes=(0, None, None, None))
         scaled_BNV = logits_BNV / params.temperature_B[:, None, None]
         kept_BNV = jax.vmap(over_nodes)(scaled_BNV, params.top_k_B, params.top_p_B, params.min_p_B)
         is_kept_BN1 = jnp.isfinite(jnp.take_along_axis(kept_BNV, drawn_BN[..., None], axis=-1))
         return jnp.where(is_kept_BN1[..., 0], drawn_BN, jnp.argmax(logits_BNV, axis=-1).astype(jnp.int32))
 
-    monkeypatch.setattr(sampling, "filtered", lambda logits_V, top_k, top_p, min_p: logits_V)
+    monkeypatch.setattr(sampling, "filtered", lambda logits_V, top_k, top_p, min_p, shard: logits_V)
     monkeypatch.setattr(sampling, "draw", late_draw)
 
 

@@ -7,7 +7,7 @@
     L3   kimi     dflash
     L2   layers   cache   tree   sampling   penalties   checkpoint   expert_layout   prompts
     L1   pallas/*
-    L0   arguments   config   sharding   quant   tokenizer   sampling_params
+    L0   arguments   config   sharding   quant   tokenizer   sampling_params   vocabulary
 """
 
 import ast
@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("ddtree_jax", "checkpoints_tools", "experiments")
 LEVELS = (
-    ("arguments", "config", "sharding", "quant", "tokenizer", "sampling_params"),
+    ("arguments", "config", "sharding", "quant", "tokenizer", "sampling_params", "vocabulary"),
     ("pallas",),
     ("layers", "cache", "tree", "sampling", "penalties", "checkpoint", "expert_layout", "prompts"),
     ("kimi", "dflash"),
@@ -35,6 +35,7 @@ SIBLINGS = {
     "quant": {"config"},
     "tokenizer": {"arguments"},
     "sampling_params": {"arguments"},
+    "vocabulary": {"sharding"},
     "pallas": {"pallas"},
     "checkpoint": {"expert_layout"},
     "output": {"completion"},
@@ -44,7 +45,7 @@ SIBLINGS = {
 # Less than everything below: kernels take plain arrays, and the loop knows no model.
 NARROW = {
     "pallas": {"quant", "pallas"},
-    "decode": {"arguments", "cache", "tree", "sampling", "penalties", "sampling_params"},
+    "decode": {"arguments", "cache", "tree", "sampling", "penalties", "sampling_params", "vocabulary"},
 }
 MODULE_OF = {"absl-py": "absl", "orbax-checkpoint": "orbax"}
 NOT_IN_PACKAGE = {"safetensors", "absl", "torch"}

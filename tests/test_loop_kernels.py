@@ -5,12 +5,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
-from ddtree_jax import cache, sampling, tree
+from ddtree_jax import DecodeConfig, Engine, cache, sampling, tree
 from ddtree_jax.pallas import simt
 from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
+
+pytest_plugins = ["engines"]
 
 VOCAB, NODES, DEPTH = 50, 16, 3
 
@@ -64,6 +67,18 @@ def test_kernels_where_they_run(call: Callable, shape: tuple, names: tuple, monk
     text = program("cuda")
     for name in names:
         assert name in text
+
+
+@pytest.mark.parametrize("kernels", [None, False])
+def test_an_engine_has_none_if_told_so(golden, converted, monkeypatch, kernels):
+    """On one of several devices too."""
+    folders = converted(golden / "target"), converted(golden / "drafter")
+    engine = Engine.load(*folders, max_length=32, dtype="float32", kernels=kernels)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    traced = engine.trace_rounds(DecodeConfig(mode="ddtree", budget=3), 1)
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("tree_expand_top", "sample_best", "accept_path", "commit_rows"):
+        assert (f"{name}_mosaic_gpu" in program) == (kernels is None)
 
 
 def test_sizes_that_no_kernel_takes(monkeypatch):

@@ -3,8 +3,8 @@
 ::
 
     logits [B, N, V] ─┬► best_of_pieces ──► best [R, C] ──► merge_greedy ──► tokens                       greedy
-                      ├► add_up_pieces  ──► best, sums [R, C] ─┬───────────────────┐
-                      ├► collect_pieces ◄──────────────────────┘ ──► lists ──► draw_tokens ──► tokens     top-k, top-p
+                      ├► add_up_pieces  ◄─ best ──► sums [R, C] ─┬─────────────────┐
+                      ├► collect_pieces ◄─ best ◄────────────────┘ ──► lists ──► draw_tokens ──► tokens   top-k, top-p
                       └► perturb_pieces ◄─ best ──► best with noise ──► merge_greedy ──► tokens           else
                          a block a piece    other shards' pieces join here    a block a row (a node, R = B N)
 
@@ -37,14 +37,6 @@ class Best(NamedTuple):
 
     logit_RC: Float[Array, "R C"]
     token_RC: Int32[Array, "R C"]
-
-
-class Sums(NamedTuple):
-    """The best token of each piece, and its sum of exp((logit - best) / temperature)."""
-
-    logit_RC: Float[Array, "R C"]
-    token_RC: Int32[Array, "R C"]
-    sum_RC: Float[Array, "R C"]
 
 
 class Lists(NamedTuple):
@@ -157,33 +149,32 @@ def _collection(logits_BNV: Array, row_pieces: int | None, config: Config) -> Co
 
 
 def add_up_pieces(
-    logits_BNV: Float[Array, "B N V"], filters: Filters, first_id: Int32[Array, ""], config: Config = Config()
-) -> Sums:
-    """Best tokens and sums of this device's columns of a vocabulary; column v has the id ``first_id + v``.
+    logits_BNV: Float[Array, "B N V"], best: Best, filters: Filters, config: Config = Config()
+) -> Int32[Array, "R C 2"]:
+    """Sums of exp((logit - row's best) / temperature) over this device's pieces; ``best`` are those of whole rows.
+
+    A sum is an integer of 64 bits, low word first, in units of 2**-31.
 
     Raises:
       NotImplementedError: for logits that are not float32, or too many columns.
     """
     batch, num_nodes, columns = logits_BNV.shape
-    shape = _collection(logits_BNV, None, config)
-    num_warps, pieces = config.num_threads // 32, (batch * num_nodes, shape.piece.num_pieces)
+    shape = _collection(logits_BNV, best.logit_RC.shape[1], config)
+    num_rows, num_pieces = batch * num_nodes, shape.piece.num_pieces
 
-    def body(logits: Any, temperature: Any, first_id: Any, *refs: Any) -> None:
-        kinds = (FLOAT, FLOAT, FLOAT, INT, FLOAT, WIDE, FLOAT)
-        numbers = (lax.axis_index("row"), lax.axis_index("piece"), first_id[0])
-        pairs = list(zip((logits, temperature, *refs), kinds, strict=True))
+    def body(*refs: Any) -> None:
+        numbers = (lax.axis_index("row"), lax.axis_index("piece"))
+        pairs = list(zip(refs, (FLOAT, FLOAT, FLOAT, WIDE, WIDE), strict=True))
         simt.run(functools.partial(_add_up_piece, shape), pairs, numbers)
 
-    return Sums(
-        *plgpu.kernel(
-            body,
-            out_type=tuple(jax.ShapeDtypeStruct(pieces, kind) for kind in (jnp.float32, jnp.int32, jnp.float32)),
-            grid=pieces,
-            grid_names=("row", "piece"),
-            scratch_types=[plgpu.SMEM((2 * num_warps,), jnp.int32), plgpu.SMEM((num_warps,), jnp.float32)],
-            **simt.options("sample_add_up", config.num_threads),
-        )(logits_BNV.reshape(-1, columns), filters.temperature_B, first_id.reshape(1))
-    )
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_rows, num_pieces, 2), jnp.int32),
+        grid=(num_rows, num_pieces),
+        grid_names=("row", "piece"),
+        scratch_types=[plgpu.SMEM((2 * config.num_threads // 32,), jnp.int32)],
+        **simt.options("sample_add_up", config.num_threads),
+    )(logits_BNV.reshape(-1, columns), filters.temperature_B, best.logit_RC)
 
 
 def _add_up_piece(shape: Collection, t: Any, *args: Any) -> None:
@@ -192,20 +183,21 @@ def _add_up_piece(shape: Collection, t: Any, *args: Any) -> None:
 
 def collect_pieces(
     logits_BNV: Float[Array, "B N V"],
-    sums: Sums,
+    best: Best,
+    sum_RC2: Int32[Array, "R C 2"],
     filters: Filters,
     first_id: Int32[Array, ""],
     vocab: int,
     config: Config = Config(),
 ) -> Lists:
-    """This device's tokens that may be drawn; ``sums`` are those of whole rows, other shards' pieces included."""
+    """This device's tokens that may be drawn; ``best`` and sums are those of whole rows, other shards' pieces included."""
     batch, num_nodes, columns = logits_BNV.shape
-    shape = _collection(logits_BNV, sums.sum_RC.shape[1], config)
+    shape = _collection(logits_BNV, sum_RC2.shape[1], config)
     pieces = (batch * num_nodes, shape.piece.num_pieces)
     lists = (*pieces, config.capacity)
 
     def body(logits: Any, temperature: Any, cutoff: Any, floor: Any, best: Any, total: Any, first_id: Any, *refs: Any):
-        kinds = (FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT, FLOAT, INT, INT)
+        kinds = (FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, WIDE, INT, FLOAT, INT, INT)
         numbers = (lax.axis_index("row"), lax.axis_index("piece"), first_id[0])
         pairs = list(zip((logits, temperature, cutoff, floor, best, total, *refs), kinds, strict=True))
         simt.run(functools.partial(_collect, shape), pairs, numbers)
@@ -224,8 +216,8 @@ def collect_pieces(
             filters.temperature_B,
             filters.cutoff_B(vocab),
             filters.floor_B(),
-            sums.logit_RC,
-            sums.sum_RC,
+            best.logit_RC,
+            sum_RC2,
             first_id.reshape(1),
         )
     )
@@ -282,7 +274,8 @@ def _perturb(shape: Collection, t: Any, *args: Any) -> None:
 
 
 def draw_tokens(
-    sums: Sums,
+    best: Best,
+    sum_RC2: Int32[Array, "R C 2"],
     lists: Lists,
     filters: Filters,
     depth_BN: Int32[Array, "B N"],
@@ -311,7 +304,7 @@ def draw_tokens(
 
     def body(*refs: Any) -> None:
         of_sequence = (INT, FLOAT, INT, FLOAT, FLOAT, UINT)
-        kinds = (*of_sequence, FLOAT, INT, FLOAT, INT, FLOAT, INT, INT, FLOAT, INT, WIDE, UINT, FLOAT, INT)
+        kinds = (*of_sequence, FLOAT, INT, WIDE, INT, FLOAT, INT, INT, FLOAT, INT, WIDE, UINT, INT)
         simt.run(functools.partial(_draw, shape), list(zip(refs, kinds, strict=True)), [lax.axis_index("row")])
 
     token_R = plgpu.kernel(
@@ -324,7 +317,6 @@ def draw_tokens(
             plgpu.SMEM((config.num_kept,), i32),
             plgpu.SMEM((2 * num_warps,), i32),
             plgpu.SMEM((num_warps,), jnp.uint32),
-            plgpu.SMEM((num_warps,), f32),
             plgpu.SMEM((1,), i32),
         ],
         **simt.options("sample_draw", config.draw_threads),
@@ -335,7 +327,8 @@ def draw_tokens(
         filters.top_p_B,
         jnp.log(filters.min_p_B),
         key_BT2.reshape(-1),
-        *sums,
+        *best,
+        sum_RC2,
         *lists,
     )
     return token_R.reshape(batch, num_nodes)

@@ -7,7 +7,9 @@ A token y below the row's best (in logits over the temperature) can be drawn onl
   than 1 - top_p together, so that those above them have reached top_p;
 * y >= log(min_p), with min_p and without top-k.
 
-The row's best and sum come from all of its pieces, hence two launches, a block a piece; the second finds the logits in L2.
+The row's best and sum come from all of its pieces, hence three launches, a block a piece; those after the first find the
+logits in L2. Sums are of integers, in units of 2**-31 of the best token's weight, so that they do not depend on how a row is
+divided into pieces and shards.
 """
 
 import functools
@@ -30,6 +32,7 @@ from ddtree_jax.pallas.tree_expand_top import (
     logit_of,
 )
 
+UNIT = float(2**31)
 NOISE_RANGE = 21.0
 SLACK = 0.01
 """By which the bound is lowered, far more than its rounding."""
@@ -53,12 +56,9 @@ def pick_best(
     best = best_of_thread(t, piece, *load_columns(t, piece, row, index, logits))
     best = simt.block_reduce(t, best, t.maximum, keys, piece.num_threads // 32)
     with t.when(t.is_equal(t.thread(), 0)):
-        _store_best(t, row * piece.num_pieces + index, first_id, best, out_logit, out_token)
-
-
-def _store_best(t: Any, at: Any, first_id: Any, best: Any, out_logit: Any, out_token: Any) -> None:
-    t.store(out_logit, at, logit_of(t, best))
-    t.store(out_token, at, column_of(t, best) + first_id)
+        at = row * piece.num_pieces + index
+        t.store(out_logit, at, logit_of(t, best))
+        t.store(out_token, at, column_of(t, best) + first_id)
 
 
 def add_up_piece(
@@ -66,42 +66,46 @@ def add_up_piece(
     shape: Collection,
     row: Any,
     index: Any,
-    first_id: Any,
     logits: Any,
     temperature: Any,
-    out_logit: Any,
-    out_token: Any,
+    best_logit: Any,
     out_sum: Any,
-    keys: Any,
     sums: Any,
 ) -> None:
-    """A piece's best token and its sum of exp((logit - best) / temperature).
+    """A piece's sum of exp((logit - row's best) / temperature), each rounded to units of 2**-31.
 
-    Global memory: logits [R, V], temperature [B], outs [R, C]; shared: keys and sums [warps].
+    Global memory: logits [R, V], temperature [B], best_logit [R, S] of all S pieces of a row, out_sum [R, C]; shared: sums
+    [warps].
     """
     piece = shape.piece
-    num_warps, at = piece.num_threads // 32, row * piece.num_pieces + index
     logit, column = load_columns(t, piece, row, index, logits)
-    best = simt.block_reduce(t, best_of_thread(t, piece, logit, column), t.maximum, keys, num_warps)
-    peak, heat = t.maximum(logit_of(t, best), LOWEST), t.load(temperature, t.divide(row, shape.num_nodes))
+    peak, heat = peak_of(t, row, shape.row_pieces, best_logit), t.load(temperature, t.divide(row, shape.num_nodes))
     parts = [
-        t.select(c < piece.num_columns, t.exp2((x - peak) / heat * LOG2_E), 0.0)
+        t.select(c < piece.num_columns, units_of(t, (x - peak) / heat), t.value(WIDE, 0))
         for x, c in zip(logit, column, strict=True)
     ]
-    total = simt.block_reduce(t, functools.reduce(operator.add, parts), operator.add, sums, num_warps)
+    total = simt.block_reduce(t, functools.reduce(operator.add, parts), operator.add, sums, piece.num_threads // 32)
     with t.when(t.is_equal(t.thread(), 0)):
-        _store_best(t, at, first_id, best, out_logit, out_token)
-        t.store(out_sum, at, total)
+        t.store(out_sum, row * piece.num_pieces + index, total)
 
 
-def peak_and_sum(t: Any, row: Any, num_pieces: int, heat: Any, best_logit: Any, piece_sum: Any) -> tuple[Any, Any]:
-    """A row's largest logit and its sum of exp((logit - largest) / temperature), from its pieces'; every warp for itself."""
+def units_of(t: Any, y: Any) -> Any:
+    """exp(y) of a y that is not positive, in units of 2**-31."""
+    return t.cast(t.round(t.exp2(y * LOG2_E) * UNIT), WIDE)
+
+
+def peak_of(t: Any, row: Any, num_pieces: int, best_logit: Any) -> Any:
+    """A row's largest logit from its pieces'; every warp for itself."""
+    at = row * num_pieces + t.minimum(t.thread() & 31, num_pieces - 1)
+    return t.maximum(simt.warp_reduce(t, t.load(best_logit, at), t.maximum), LOWEST)
+
+
+def total_of(t: Any, row: Any, num_pieces: int, piece_sum: Any) -> Any:
+    """A row's sum from its pieces'; every warp for itself."""
     lane = t.thread() & 31
-    at = row * num_pieces + t.minimum(lane, num_pieces - 1)
-    logit = t.maximum(t.load(best_logit, at), LOWEST)
-    peak = simt.warp_reduce(t, logit, t.maximum)
-    part = t.select(lane < num_pieces, t.load(piece_sum, at) * t.exp2((logit - peak) / heat * LOG2_E), 0.0)
-    return peak, simt.warp_reduce(t, part, operator.add)
+    part = t.load(piece_sum, row * num_pieces + t.minimum(lane, num_pieces - 1))
+    part = t.select(lane < num_pieces, part, 0)
+    return t.to_float(simt.warp_reduce(t, part, operator.add)) * (1 / UNIT)
 
 
 def collect(
@@ -132,7 +136,7 @@ def collect(
         t.store(count, zero, 0)
     logit, column = load_columns(t, piece, row, index, logits)
     heat = t.load(temperature, sequence)
-    peak, total = peak_and_sum(t, row, shape.row_pieces, heat, best_logit, piece_sum)
+    peak, total = peak_of(t, row, shape.row_pieces, best_logit), total_of(t, row, shape.row_pieces, piece_sum)
     bound = t.maximum(t.log2(total) * LN_2 - t.load(cutoff, sequence), t.load(floor, sequence)) - SLACK
     t.barrier()
     for x, c in zip(logit, column, strict=True):
@@ -170,9 +174,7 @@ def perturb(
     piece, sequence = shape.piece, t.divide(row, shape.num_nodes)
     logit, column = load_columns(t, piece, row, index, logits)
     heat, least = t.load(temperature, sequence), t.load(log_min_p, sequence)
-    lane = t.thread() & 31
-    best = t.load(best_logit, row * shape.row_pieces + t.minimum(lane, shape.row_pieces - 1))
-    peak = t.maximum(simt.warp_reduce(t, best, t.maximum), LOWEST)
+    peak = peak_of(t, row, shape.row_pieces, best_logit)
     key_at = (sequence * shape.num_depths + t.load(depth, row)) * 2
     words = t.load(noise_key, key_at), t.load(noise_key, key_at + 1)
     largest = t.value(WIDE, 0)

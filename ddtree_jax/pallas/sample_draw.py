@@ -9,18 +9,18 @@
     draw      largest logit + noise, equal ones by lower id
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.sample_collect import peak_and_sum
+from ddtree_jax.pallas.sample_collect import UNIT, peak_of, total_of, units_of
 from ddtree_jax.pallas.sample_noise import gumbel
-from ddtree_jax.pallas.simt import FLOAT, INT, UINT, WIDE
+from ddtree_jax.pallas.simt import INT, UINT, WIDE
 from ddtree_jax.pallas.tree_expand_top import LOG2_E, column_of, key_of, ordered
 
 _LANES = 32
-_UNIT = float(2**31)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,13 +71,12 @@ def draw(
     kept_token: Any,
     keys: Any,
     sums: Any,
-    masses: Any,
     count: Any,
 ) -> None:
     """Writes the drawn token, or -1 where the lists do not hold what the draw needs.
 
     Global memory: depth and out [R]; temperature, top_k, top_p, log_min_p [B]; noise_key [B, depths, 2]; pieces'
-    [R, C] and lists [R, C, capacity]. Shared: kept [num_kept], keys, sums and masses [warps], count [1].
+    [R, C] and lists [R, C, capacity]. Shared: kept [num_kept], keys and sums [warps], count [1].
     """
     lane, zero, num_warps = t.thread() & (_LANES - 1), t.value(INT, 0), shape.num_threads // _LANES
     sequence = t.divide(row, shape.num_nodes)
@@ -85,7 +84,7 @@ def draw(
         t.store(count, zero, 0)
     best = _best_of_pieces(t, row, lane, shape.num_pieces, best_logit, best_token)
     heat = t.load(temperature, sequence)
-    peak, total = peak_and_sum(t, row, shape.num_pieces, heat, best_logit, piece_sum)
+    peak, total = peak_of(t, row, shape.num_pieces, best_logit), total_of(t, row, shape.num_pieces, piece_sum)
     t.barrier()
     _gather(t, shape, row, heat, peak, piece_count, list_logit, list_token, kept_logit, kept_token, count)
     t.barrier()
@@ -123,17 +122,18 @@ def draw(
 
     def mass_kept() -> list:
         def add(order: Any, y: Any, _: Any, is_there: Any, carry: Any) -> Any:
-            return carry + t.select(is_there & (order >= k_order), t.exp2(y * LOG2_E), 0.0)
+            return carry + t.select(is_there & (order >= k_order), units_of(t, y), 0)
 
-        return [simt.block_reduce(t, each(add, t.value(FLOAT, 0.0)), lambda a, b: a + b, masses, num_warps)]
+        mass = simt.block_reduce(t, each(add, t.value(WIDE, 0)), operator.add, keys, num_warps)
+        return [t.to_float(mass) * (1 / UNIT)]
 
     (total,) = t.branch(k > 0, mass_kept, [total])
 
     def above_p(order: Any) -> Any:
         def weigh(other: Any, y: Any) -> Any:
-            return t.select(other > order, t.round(t.exp2(y * LOG2_E) / total * _UNIT), 0)
+            return t.select(other > order, t.round(t.exp2(y * LOG2_E) / total * UNIT), 0)
 
-        return add_up(weigh) < t.round(p * _UNIT)
+        return add_up(weigh) < t.round(p * UNIT)
 
     (p_order,) = t.branch(p < 1.0, lambda: [_first_order(t, above_p)], [nothing])
     lowest, least = t.maximum(k_order, p_order), t.load(log_min_p, sequence)

@@ -183,6 +183,10 @@ class Threads:
         """Nearest uint32 of a float."""
         return self._ptx("cvt.rni.u32.f32 $0, $1;", UINT, a)
 
+    def to_float(self, a: Value) -> Value:
+        """The float nearest to an unsigned integer."""
+        return Value(arith.uitofp(_type(FLOAT), a.code), FLOAT)
+
     def popcount(self, a: Value) -> Value:
         return self._ptx("popc.b32 $0, $1;", INT, a)
 
@@ -371,8 +375,13 @@ def check_device() -> None:
         raise NotImplementedError(f"compute capability {capability}; at least 8.0 is needed")
 
 
-def choose(kernel: Callable, reference: Callable, *arrays: Any) -> Any:
-    """``kernel(*arrays)`` where the program is compiled for a GPU and the kernel takes them, else the reference's result."""
+def choose(kernel: Callable, reference: Callable, *arrays: Any, has_kernels: bool = True) -> Any:
+    """``kernel(*arrays)`` where the program is compiled for a GPU and the kernel takes them, else the reference's result.
+
+    Without ``has_kernels`` it is the reference's result everywhere.
+    """
+    if not has_kernels:
+        return reference(*arrays)
     try:
         check_device()
         return jax.lax.platform_dependent(*arrays, cuda=kernel, default=reference)
