@@ -16,8 +16,8 @@ SPECULATION = [
     DecodeConfig(mode="chain"),
     *(DecodeConfig(mode="ddtree", budget=size) for size in (1, 3, 7, 15, 31, 63)),
 ]
-BATCHED = (AR, *SPECULATION[::3])
-"""Those that batches are tried with: chain, 7 and 63 nodes beside plain decoding."""
+BATCHED = (AR, SPECULATION[0], SPECULATION[4])
+"""Those that batches are tried with: plain decoding, the chain, and trees of the usual budget."""
 NUM_NEW = 24
 TEXTS = (
     "def fibonacci(n):", "import os\n", "class Stack:\n    def __init__(self):", "for i in range(", "x",
