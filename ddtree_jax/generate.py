@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ddtree_jax import checkpoint, decode, dflash, kimi
+from ddtree_jax import checkpoint, decode, dflash, hosts, kimi
 from ddtree_jax.arguments import is_integer, is_number, shown
 from ddtree_jax.completion import Completion, IdStream, RoundTrace, StopFinder, TextStream
 from ddtree_jax.config import DFlashConfig, KimiConfig
@@ -100,7 +100,8 @@ class Engine:
 
         Args:
           target, drafter: folders. Without a drafter only mode "ar" can be used.
-          mesh: axis sizes such as "tensor=8" or "expert=4,tensor=2"; one device by default.
+          mesh: axis sizes such as "tensor=8" or "expert=4,tensor=2"; one device by default. With several processes
+            (`hosts.join`) the devices of all of them, and each makes the same calls and gets all completions.
           max_length: the most tokens of prompt and completion together; caches are that long.
           dtype: of weights and activations, "float32" or "bfloat16".
           prefill_chunk: the most tokens of each prompt that one pass takes in.
@@ -283,6 +284,7 @@ class Engine:
                 raise ValueError(
                     f"stop is {shown(one.stop)}, but the checkpoint has no tokenizer; allowed: stop_token_ids"
                 )
+        hosts.check_same("prompts or options", (prompts, list(params), decode_config))
         plan = self._plan(decode_config, any(one.top_logprobs for one in params))
         arrays = self._sampling_arrays(params, [prompt.token_ids for prompt in prompts])
         return _Job(

@@ -7,7 +7,7 @@
     L3   kimi     dflash
     L2   layers   cache   tree   sampling   penalties   checkpoint   expert_layout   prompts
     L1   pallas/*
-    L0   arguments   config   sharding   quant   tokenizer   sampling_params
+    L0   arguments   config   hosts   sharding   quant   tokenizer   sampling_params
 """
 
 import ast
@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("ddtree_jax", "checkpoints_tools", "experiments")
 LEVELS = (
-    ("arguments", "config", "sharding", "quant", "tokenizer", "sampling_params"),
+    ("arguments", "config", "hosts", "sharding", "quant", "tokenizer", "sampling_params"),
     ("pallas",),
     ("layers", "cache", "tree", "sampling", "penalties", "checkpoint", "expert_layout", "prompts"),
     ("kimi", "dflash"),
@@ -32,6 +32,7 @@ LEVELS = (
 LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 # Imports inside a level that are meant; any other sibling is out of reach.
 SIBLINGS = {
+    "hosts": {"arguments"},
     "quant": {"config"},
     "tokenizer": {"arguments"},
     "sampling_params": {"arguments"},
