@@ -106,8 +106,8 @@ def convert(
                 file=sys.stderr,
             )
             return metadata
-        check_space(out, converter.num_bytes_left())
         (out / METADATA_FILE).unlink(missing_ok=True)
+        check_space(out, converter.num_bytes_left())
         converter.remove_leftovers()
         errors += converter.run(workers, report or Progress())
         if errors:

@@ -63,7 +63,8 @@ def known_checksums(directory: Path) -> dict[str, str]:
 
     By ``SHA256SUMS``, by what ``hf download --local-dir`` leaves behind, or by the names of blobs in its cache.
     """
-    links = {path.name: path.resolve().name for path in directory.glob("*.safetensors") if path.is_symlink()}
+    paths = [path for path in directory.glob("*.safetensors") if path.is_symlink()]
+    links = {path.name: os.path.basename(os.path.realpath(path)) for path in paths}  # takes links that go in a circle
     known = {name: blob for name, blob in links.items() if re.fullmatch("[0-9a-f]{64}", blob)}
     for path in sorted((directory / ".cache/huggingface/download").glob("*.metadata")):
         lines = read_file(path).decode(errors="replace").split()
@@ -117,7 +118,7 @@ class Shard:
             text = str(error).removeprefix(f"{self.path} ").removeprefix("is not valid JSON: ")
             raise SourceError(f"{self.path} is truncated or not a safetensors file: {text}") from error
         end = start
-        for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != end:
                 raise SourceError(f"{self.path}: {name} begins at byte {entry.begin}; the tensor before ends at {end}")
             end = entry.end
@@ -142,10 +143,11 @@ class Shard:
             if len(data) < end - begin:
                 raise OSError(errno.EIO, "end of file")
         except OSError as error:
-            raise self._unreadable(name, begin, end, error) from error
+            raise self.unreadable(name, begin, end, error) from error
         return data
 
-    def _unreadable(self, name: str, begin: int, end: int, error: OSError) -> SourceError:
+    def unreadable(self, name: str, begin: int, end: int, error: OSError) -> SourceError:
+        """What to say of a tensor whose bytes can't be read."""
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < end:
             return SourceError(f"{name} in {self.path}: the file now has {size} bytes, it had {self.num_bytes}")
@@ -198,9 +200,12 @@ class TensorSource:
         """A copy of a tensor of a few bytes, without reading what lies around it."""
         entry = self.entries[tensor]
         shard = self.shards[entry.file]
-        with shard.path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            data = os.pread(file.fileno(), entry.end - entry.begin, entry.begin)
+        try:
+            with shard.path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+                data = os.pread(file.fileno(), entry.end - entry.begin, entry.begin)
+        except OSError as error:
+            raise shard.unreadable(tensor, entry.begin, entry.end, error) from error
         if len(data) < entry.end - entry.begin:
             raise SourceError(f"{tensor} in {shard.path}: the file has become shorter than its header needs")
         return np.frombuffer(data, DTYPES[entry.dtype]).reshape(entry.shape)

@@ -1,5 +1,6 @@
 """Each bad source is refused with its complaint, before anything is written; the right one then converts as ever."""
 
+import errno
 import json
 import os
 import shutil
@@ -96,6 +97,11 @@ def _truncate(source):
     os.truncate(source / SECOND, (source / SECOND).stat().st_size - 1)
 
 
+def _link_to_itself(source):
+    (source / SECOND).unlink()
+    (source / SECOND).symlink_to(SECOND)
+
+
 def _duplicate(source):
     edit_tensors(source / SECOND, lambda t: t.update({"fc.weight": load_file(source / FIRST)["fc.weight"]}))
 
@@ -128,6 +134,7 @@ FILES = {
     "empty shard": (write(SECOND, b""), NO_SHARD + "it ends inside its header"),
     "missing shard": (lambda s: (s / SECOND).unlink(), "{0}/" + f"{SECOND} is missing; {INDEX} names it"),
     "unreadable shard": (replace_by_folder(SECOND), "{0}/" + f"{SECOND} is not a file that can be read"),
+    "shard that links to itself": (_link_to_itself, "{0}/" + f"{SECOND} is not a file that can be read"),
     "stray shard": (
         lambda s: shutil.copyfile(s / SECOND, s / "model-00003.safetensors"),
         "{0}/model-00003.safetensors is there, but " + f"{INDEX} does not name it",
@@ -275,6 +282,18 @@ def test_packed_weights_are_held_against_their_stated_shape_and_dtype(tmp_path):
     found, right = contents(tmp_path / "out"), contents(tmp_path / "right")
     assert found.keys() == right.keys()
     assert [name for name in right if found[name] != right[name]] == ["metadata.json"], "which has the header's hash"
+
+
+def test_stated_shape_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    synthesize(target_config(2), tmp_path / "source")
+
+    def read_from_bad_disk(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", read_from_bad_disk)
+    line = refuse(tmp_path / "source").splitlines()[1]
+    assert "experts.0.gate_proj.weight_shape in " in line and line.endswith(": Input/output error")
+    assert f"{tmp_path}/source/model.safetensors can't be read at bytes" in line
 
 
 def test_mesh_is_spelled_in_one_way_and_by_default_one_that_fits(tmp_path):
