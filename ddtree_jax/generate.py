@@ -20,7 +20,7 @@ from ddtree_jax.completion import Completion, IdStream, RoundTrace, StopFinder, 
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.decode import DecodeConfig, Models, Plan, State
 from ddtree_jax.output import Progress, Tokens, completions, trace
-from ddtree_jax.placement import Placement
+from ddtree_jax.placement import Placement, constrained
 from ddtree_jax.prefix_cache import PrefixCache
 from ddtree_jax.prompts import Limits, Prompt, read_prompts, read_token_ids
 from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
@@ -75,11 +75,11 @@ class Engine:
         self._vocab_size = target.config.vocab_size
         self._chunk_widths = (*(width for width in PREFILL_BUCKETS if width < prefill_chunk), prefill_chunk)
         self._prefix_cache = PrefixCache(placement.put) if prefix_cache else None
-        self._init_context = jax.jit(placement.constrained(decode.init_context), static_argnums=(1, 2))
-        self._prefill = jax.jit(functools.partial(_prefill, placement), donate_argnames="context")
-        self._begin = jax.jit(placement.constrained(decode.begin), static_argnames=("plan", "capacity"))
+        self._init_context = jax.jit(constrained(placement, decode.init_context), static_argnums=(1, 2))
+        self._prefill = jax.jit(_prefill, static_argnums=0, donate_argnames="context")
+        self._begin = jax.jit(constrained(placement, decode.begin), static_argnames=("plan", "capacity"))
         self._decode_rounds = jax.jit(
-            placement.constrained(decode.decode_rounds), static_argnames="plan", donate_argnames="state"
+            constrained(placement, decode.decode_rounds), static_argnames="plan", donate_argnames="state"
         )
         out = {"out_shardings": placement.whole}
         self._draft_logits = jax.jit(decode.draft_once, static_argnames=("depth", "mask_token_id"), **out)
@@ -327,7 +327,9 @@ class Engine:
             chunks = [prompt[start : start + width] for prompt in prompts]
             token_BT = np.array([chunk + [0] * (width - len(chunk)) for chunk in chunks], np.int32)
             count_B = np.array([len(chunk) for chunk in chunks], np.int32)
-            context, hidden_BTD = self._prefill(self.models, context, *self._placement.put((token_BT, count_B)))
+            context, hidden_BTD = self._prefill(
+                self._placement, self.models, context, *self._placement.put((token_BT, count_B))
+            )
             yield context, hidden_BTD
             start += width
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,12 +14,19 @@ from ddtree_jax.decode import Context, State
 from ddtree_jax.sharding import partition, replicated
 
 
+@dataclass(frozen=True)
 class Placement:
     """The two shardings of a batch on a mesh, the same between programs and inside them."""
 
-    def __init__(self, mesh: Mesh):
-        self.whole = replicated(mesh)
-        self.by_heads = NamedSharding(mesh, partition(dflash.CACHE_AXES))
+    mesh: Mesh
+
+    @property
+    def whole(self) -> NamedSharding:
+        return replicated(self.mesh)
+
+    @property
+    def by_heads(self) -> NamedSharding:
+        return NamedSharding(self.mesh, partition(dflash.CACHE_AXES))
 
     def put(self, tree: Any) -> Any:
         """Values of the host on every device. Several hosts must have the same ones."""
@@ -38,15 +45,6 @@ class Placement:
             drafter_cache=jax.lax.with_sharding_constraint(batch.drafter_cache, self.by_heads),
         )
 
-    def constrained(self, program: Callable[..., Context | State]) -> Callable[..., Context | State]:
-        """The program with its result in its place."""
-
-        @functools.wraps(program)
-        def run(*args: Any, **kwargs: Any) -> Context | State:
-            return self.constrain(program(*args, **kwargs))
-
-        return run
-
     def describe(self, tree: Any) -> Any:
         """Shapes of arrays that are whole on every device."""
         return _describe(tree, self.whole)
@@ -55,6 +53,17 @@ class Placement:
         """Shapes of a batch in its place."""
         rest = self.describe(replace(batch, drafter_cache=[]))
         return replace(rest, drafter_cache=_describe(batch.drafter_cache, self.by_heads))
+
+
+@functools.cache
+def constrained(placement: Placement, program: Callable[..., Context | State]) -> Callable[..., Context | State]:
+    """The program with its result in its place; one function a mesh, so that engines share what is compiled."""
+
+    @functools.wraps(program)
+    def run(*args: Any, **kwargs: Any) -> Context | State:
+        return placement.constrain(program(*args, **kwargs))
+
+    return run
 
 
 def _describe(tree: Any, sharding: NamedSharding) -> Any:
