@@ -9,14 +9,18 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import DFlashConfig
 from ddtree_jax.layers import Layer, gain, gated_mlp, rms_norm, rotate
-from ddtree_jax.sharding import ArrayInfo, Parameters
+from ddtree_jax.sharding import ArrayInfo, Parameters, partition
 
 KeyValue = tuple[Array, Array]
 """Rotated keys and values of a layer, each [B, S, J, R]."""
+
+CACHE_AXES = (None, None, "kv_heads", None)
+"""Logical axes of cached keys and values."""
 
 
 class Block(Layer):
@@ -113,7 +117,7 @@ class Block(Layer):
 
 
 class DFlash(Layer):
-    """The drafter. It has neither an embedding nor a head: both are the target's.
+    """The drafter. It has neither an embedding nor a head: both are the target's. ``mesh`` is where the arrays lie.
 
     Context rows of all layers are one product with ``key_value_DmJR``; m are keys of every layer, then their values.
     These weights are here a second time, since neither a part of them nor their concatenation is free inside a loop.
@@ -121,8 +125,9 @@ class DFlash(Layer):
 
     block_type = Block
 
-    def __init__(self, config: DFlashConfig, arrays: Mapping[str, Mapping[str, Array]]):
+    def __init__(self, config: DFlashConfig, arrays: Mapping[str, Mapping[str, Array]], mesh: Mesh | None = None):
         super().__init__(config, {**arrays["context"], **arrays["head"]})
+        self.mesh = mesh
         layers = [arrays[f"layer_{layer}"] for layer in range(config.num_hidden_layers)]
         self.blocks = nnx.List(self.block_type(config, layer, table) for layer, table in enumerate(layers))
         parts = [table[name] for name in ("k_DJR", "v_DJR") for table in layers]
@@ -142,6 +147,11 @@ class DFlash(Layer):
     def context(self, features_BTY: Float[Array, "B T Y"], positions_BT: Int32[Array, "B T"]) -> list[KeyValue]:
         """Cache rows of T committed tokens, from the target's features of them."""
         context_BTD = jnp.einsum("BTY,YD->BTD", features_BTY, self.fc_YD[...])
+        if self.mesh is not None:
+            # Gathered here, once: left to itself, XLA sums norms, keys and values of parts, or gathers the weight.
+            for axes in ((None, None, "width"), (None, None, None)):
+                place = NamedSharding(self.mesh, partition(axes))
+                context_BTD = jax.lax.with_sharding_constraint(context_BTD, place)
         context_BTD = rms_norm(context_BTD, self.hidden_norm_D[...], self.config.rms_norm_eps)
         rows_mBTJR = jnp.moveaxis(jnp.einsum("BTD,DmJR->BTmJR", context_BTD, self.key_value_DmJR[...]), 2, 0)
         keys, values = rows_mBTJR[: len(self.blocks)], rows_mBTJR[len(self.blocks) :]

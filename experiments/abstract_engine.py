@@ -67,7 +67,7 @@ def abstract_engine(target: KimiConfig, drafter: DFlashConfig, mesh: Mesh, max_l
 
 def _abstract_drafter(config: DFlashConfig, mesh: Mesh) -> dflash.DFlash:
     arrays = _abstract(dflash.parameters(config), mesh)
-    drafter = jax.eval_shape(lambda arrays: dflash.DFlash(config, arrays), arrays)
+    drafter = jax.eval_shape(lambda arrays: dflash.DFlash(config, arrays, mesh), arrays)
     of_name = {name: leaf.sharding for table in arrays.values() for name, leaf in table.items()}
     whole, heads, width = of_name["k_DJR"].spec
     of_name["key_value_DmJR"] = NamedSharding(mesh, PartitionSpec(whole, None, heads, width))
