@@ -4,6 +4,7 @@ Follows z-lab/dflash's ``model.py``. Keys and values of the committed context co
 never pass through the drafter's layers; the block's own keys and values live for one call.
 """
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -131,7 +132,8 @@ class DFlash(Layer):
         layers = [arrays[f"layer_{layer}"] for layer in range(config.num_hidden_layers)]
         self.blocks = nnx.List(self.block_type(config, layer, table) for layer, table in enumerate(layers))
         parts = [table[name] for name in ("k_DJR", "v_DJR") for table in layers]
-        self.key_value_DmJR = nnx.Param(jnp.stack(parts, axis=1))
+        place = None if mesh is None else NamedSharding(mesh, partition((None, None, "kv_heads", None)))
+        self.key_value_DmJR = nnx.Param(_side_by_side(parts, place=place))
 
     @staticmethod
     def parameters(config: DFlashConfig) -> dict[str, ArrayInfo]:
@@ -176,6 +178,13 @@ class DFlash(Layer):
             with jax.named_scope(f"layer_{layer}"):
                 x_BTD = block(x_BTD, positions_BT, length_B, cache[layer])
         return rms_norm(x_BTD, self.norm_D[...], self.config.rms_norm_eps)
+
+
+@functools.partial(jax.jit, static_argnames="place")
+def _side_by_side(parts: list[Array], place: NamedSharding | None) -> Float[Array, "D m J R"]:
+    """m arrays [D, J, R] as one, by one program: nothing lies anywhere else in between."""
+    stacked_DmJR = jnp.stack(parts, axis=1)
+    return stacked_DmJR if place is None else jax.lax.with_sharding_constraint(stacked_DmJR, place)
 
 
 def parameters(config: DFlashConfig) -> Parameters:

@@ -213,7 +213,7 @@ class Engine:
         token_ids = self._token_ids(token_ids)
         with self._precision():
             logits = [
-                np.asarray(self._unembed(self.models.target, hidden_BTD)[0])
+                np.asarray(self._unembed(self.models.target, hidden_BTD))[0]
                 for _, hidden_BTD in self._prefill_chunks(self._new_context(1), [token_ids])
             ]
         return np.concatenate(logits)[: len(token_ids)]
@@ -233,7 +233,7 @@ class Engine:
                 depth=config.depth,
                 mask_token_id=config.mask_token_id,
             )
-        return np.asarray(logits_BLV[0])
+        return np.asarray(logits_BLV)[0]
 
     def trace_rounds(self, decode_config: DecodeConfig, batch: int) -> jax.stages.Traced:
         """The loop's program for ``batch`` sequences, to be lowered and compiled; the models' arrays may be abstract."""
@@ -342,7 +342,7 @@ class Engine:
         if prefixes is None:
             return self._new_context(batch), [0] * batch
         target = self.models.target
-        hidden_BD = np.zeros((batch, target.config.hidden_size), target.norm_D[...].dtype)
+        hidden_BD = np.zeros((batch, target.config.hidden_size), target.norm_D.dtype)
         context = decode.Context(
             target_cache=prefixes.target_cache,
             drafter_cache=prefixes.drafter_cache,

@@ -4,7 +4,7 @@
 
     python hosts_process.py TARGET DRAFTER ADDRESS NUMBER
 
-Prints a JSON object: what it wrote, and what it was refused.
+Prints a JSON object: what it found, and what it was refused.
 """
 
 import json
@@ -12,23 +12,28 @@ import sys
 
 from ddtree_jax import DecodeConfig, Engine, SamplingParams, hosts
 
-PROMPTS = "class Stack:\n    def __init__(self):", "with open(path) as file:\n"
-SAMPLING = (
-    SamplingParams(max_new_tokens=12, ignore_eos=True),
-    SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_p=0.95, seed=7),
-)
+PROMPT = [7, 111, 42]
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_p=0.95, seed=7)
 MESH = "expert=2,tensor=4"
 
 
 def load(target: str, drafter: str, mesh: str | None) -> Engine:
-    return Engine.load(target, drafter, mesh=mesh, max_length=128, dtype="float32")
+    return Engine.load(target, drafter, mesh=mesh, max_length=32, dtype="float32", prefix_cache=True)
 
 
-def completions(engine: Engine, mode: str) -> list[list[int]]:
-    """Greedy and sampled."""
-    prompts = map(engine.tokenizer.encode, PROMPTS)
-    pairs = zip(prompts, SAMPLING, strict=True)
-    return [engine.generate(prompt, sampling, DecodeConfig(mode=mode))[0].token_ids for prompt, sampling in pairs]
+def findings(engine: Engine, mode: str) -> dict[str, list[int]]:
+    """What each of the engine's methods gives; the second prompt goes on behind the first one."""
+    decode = DecodeConfig(mode=mode, budget=7)
+    greedy = engine.generate(PROMPT, GREEDY, decode)[0].token_ids
+    text = PROMPT + greedy
+    return {
+        "greedy": greedy,
+        "sampled": engine.generate(text, SAMPLED, decode)[0].token_ids,
+        "traced": [one.token_ids[node] for one in engine.trace(PROMPT, GREEDY, decode) for node in one.accepted],
+        "scored": engine.score(text).argmax(axis=1).tolist(),
+        "drafted": engine.draft(text).argmax(axis=1).tolist(),
+    }
 
 
 def refusal(call, *args) -> str:
@@ -42,9 +47,13 @@ def refusal(call, *args) -> str:
 def main(target: str, drafter: str, address: str, number: str) -> None:
     hosts.join(address, 2, int(number), 120)
     engine = load(target, drafter, MESH)
-    written = completions(engine, "ddtree")
-    refused = [refusal(load, target, drafter, "tensor=4"), refusal(engine.generate, [int(number)])]
-    print(json.dumps({"written": written, "refused": refused}), flush=True)
+    found = findings(engine, "ddtree")
+    refused = [
+        refusal(load, target, drafter, "tensor=4"),
+        refusal(engine.generate, [int(number)]),
+        refusal(engine.generate, PROMPT, SamplingParams(seed=int(number))),
+    ]
+    print(json.dumps({"found": found, "refused": refused}), flush=True)
 
 
 if __name__ == "__main__":

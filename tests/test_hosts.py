@@ -1,5 +1,6 @@
-"""Two processes decode together and write what one device writes; who does not come, or comes to another call, is named."""
+"""Two processes decode together and find what one device finds; who does not come, or comes to another call, is named."""
 
+import contextlib
 import json
 import os
 import socket
@@ -12,13 +13,13 @@ import hosts_process
 import jax
 import jaxtyping
 import pytest
+from small_sources import drafter_config, target_config
 
+from checkpoints_tools.convert import convert
+from checkpoints_tools.synthesize import synthesize
 from ddtree_jax import hosts
 
-pytest_plugins = ["engines"]
-
 ROOT = Path(__file__).parents[1]
-TINY = ROOT / "experiments" / "tiny_kimi"
 
 
 def free_port() -> int:
@@ -27,29 +28,48 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def test_two_processes_of_four_devices_write_what_one_device_writes(converted):
-    folders = [str(converted(TINY / name)) for name in ("target", "drafter")]
+def write_pair(folder: Path) -> list[str]:
+    """A converted random pair: a dense layer and one of experts, and a drafter of one layer."""
+    drafter = drafter_config("kimi_k26_dflash_reconstructed")
+    drafter["dflash_config"] |= {"target_layer_ids": [0, 1]}
+    drafter |= {"num_target_layers": 2, "num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    for name, config in (("target", target_config(2)), ("drafter", drafter)):
+        synthesize(config, folder / name)
+        convert(folder / name, folder / "converted" / name)
+    return [str(folder / "converted" / name) for name in ("target", "drafter")]
+
+
+def test_two_processes_of_four_devices_find_what_one_device_finds(tmp_path):
+    """Process 0 compiles for both: Gloo, which stands for NCCL here, waits for the other one for 30 seconds at most."""
+    folders = write_pair(tmp_path)
     command = [sys.executable, str(ROOT / "tests/hosts_process.py"), *folders, f"localhost:{free_port()}"]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "JAX_SHARE_BINARY_BETWEEN_HOSTS": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
     }
-    processes = [
-        subprocess.Popen([*command, str(number)], env=environment, stdout=subprocess.PIPE, text=True)
-        for number in range(2)
-    ]
-    expected = hosts_process.completions(hosts_process.load(*folders, None), "ar")
-    for process in processes:
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0
-        found = json.loads(output.splitlines()[-1])
-        assert found["written"] == expected
-        assert found["refused"] == [
-            "mesh 'tensor=4' needs 4 devices; of 8, none of process 1",
-            "prompts or options of process 1 differ from those of process 0; all must be alike",
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen([*command, str(number)], env=environment, stdout=subprocess.PIPE, text=True)
+            )
+            for number in range(2)
         ]
+        for process in processes:
+            stack.callback(process.kill)
+        expected = hosts_process.findings(hosts_process.load(*folders, None), "ar")
+        for process in processes:
+            output, _ = process.communicate(timeout=600)
+            assert process.returncode == 0
+            result = json.loads(output.splitlines()[-1])
+            assert result["found"] == expected
+            assert result["refused"] == [
+                "mesh 'tensor=4' needs 4 devices; of 8, none of process 1",
+                *["prompts or options of process 1 differ from those of process 0; all must be alike"] * 2,
+            ]
 
 
 @pytest.fixture
