@@ -10,12 +10,31 @@ Prints a JSON object: what it found, and what it was refused.
 import json
 import sys
 
+import jax
+import numpy as np
+
 from ddtree_jax import DecodeConfig, Engine, SamplingParams, hosts
+from ddtree_jax.sharding import MESH_AXES, make_mesh
 
 PROMPT = [7, 111, 42]
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_p=0.95, seed=7)
 MESH = "expert=2,tensor=4"
+
+
+def connect() -> None:
+    """Collectives over every group of devices, by a program that compiles at once.
+
+    Gloo, which stands for NCCL here, connects a group at its first collective, and gives up if one process comes 30 seconds
+    after the other, as it may when it compiles the engine's programs on a busy machine.
+    """
+
+    def sums(x: jax.Array) -> list[jax.Array]:
+        return [jax.lax.psum(x, axes) for axes in (*MESH_AXES, MESH_AXES)]
+
+    whole = jax.P()
+    run = jax.shard_map(sums, mesh=make_mesh(MESH), in_specs=whole, out_specs=whole, check_vma=False)
+    jax.block_until_ready(jax.jit(run)(np.ones(1, np.float32)))
 
 
 def load(target: str, drafter: str, mesh: str | None) -> Engine:
@@ -46,6 +65,7 @@ def refusal(call, *args) -> str:
 
 def main(target: str, drafter: str, address: str, number: str) -> None:
     hosts.join(address, 2, int(number), 120)
+    connect()
     engine = load(target, drafter, MESH)
     found = findings(engine, "ddtree")
     refused = [
