@@ -148,12 +148,7 @@ class DFlash(Layer):
 
     def context(self, features_BTY: Float[Array, "B T Y"], positions_BT: Int32[Array, "B T"]) -> list[KeyValue]:
         """Cache rows of T committed tokens, from the target's features of them."""
-        context_BTD = jnp.einsum("BTY,YD->BTD", features_BTY, self.fc_YD[...])
-        if self.mesh is not None:
-            # Gathered here, once: left to itself, XLA sums norms, keys and values of parts, or gathers the weight.
-            for axes in ((None, None, "width"), (None, None, None)):
-                place = NamedSharding(self.mesh, partition(axes))
-                context_BTD = jax.lax.with_sharding_constraint(context_BTD, place)
+        context_BTD = self.project(features_BTY)
         context_BTD = rms_norm(context_BTD, self.hidden_norm_D[...], self.config.rms_norm_eps)
         rows_mBTJR = jnp.moveaxis(jnp.einsum("BTD,DmJR->BTmJR", context_BTD, self.key_value_DmJR[...]), 2, 0)
         keys, values = rows_mBTJR[: len(self.blocks)], rows_mBTJR[len(self.blocks) :]
@@ -161,6 +156,16 @@ class DFlash(Layer):
             (block.finish_key(key_BTJR, positions_BT), value_BTJR)
             for block, key_BTJR, value_BTJR in zip(self.blocks, keys, values, strict=True)
         ]
+
+    def project(self, features_BTY: Float[Array, "B T Y"]) -> Float[Array, "B T D"]:
+        """What all layers' keys and values of the context are made from, whole on every device."""
+        context_BTD = jnp.einsum("BTY,YD->BTD", features_BTY, self.fc_YD[...])
+        if self.mesh is not None:
+            # Gathered here, once: left to itself, XLA sums norms, keys and values of parts, or gathers the weight.
+            for axes in ((None, None, "width"), (None, None, None)):
+                place = NamedSharding(self.mesh, partition(axes))
+                context_BTD = jax.lax.with_sharding_constraint(context_BTD, place)
+        return context_BTD
 
     def __call__(
         self,
