@@ -33,7 +33,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 from absl import app, flags
 
-from ddtree_jax import Engine
+from ddtree_jax import DecodeConfig, Engine
 from experiments.abstract_engine import NUM_DEVICES, abstract_engine, mesh_without_devices, read_configs
 from experiments.devices import DEVICES
 from experiments.loop_text import launches_of, read_loop
