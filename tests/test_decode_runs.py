@@ -1,23 +1,31 @@
 """The 8-GPU benchmark's runs, on eight host devices with the tiny pair, shortened."""
 
+import jax
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 
 from ddtree_jax import DecodeConfig, decode, kimi
 from ddtree_jax.pallas import simt
 from ddtree_jax.pallas.int4_moe import int4_moe_reference
 from ddtree_jax.pallas.tree_mla import tree_mla_reference
 from ddtree_jax.sharding import make_mesh
+from experiments import decode_runs
 from experiments.abstract_engine import read_configs
 from experiments.decode_runs import COMMUNICATION, Loop, all_reduce_seconds, draw_engine, parts_of, tokens_per_second
 from experiments.programs import CONFIGS
 from experiments.stage_times import UNKNOWN, Step, Steps
 
 
+def zeros_like(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+
+
 def test_rounds_and_passes_are_timed_on_a_mesh(monkeypatch):
     # Programs are traced over shapes, which annotations do not know; kernels and draws would take most of the time.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setattr(decode, "_draw", lambda logits_BNV, *_: jnp.zeros(logits_BNV.shape[:2], jnp.int32))
+    monkeypatch.setattr(decode_runs, "draw_arrays", lambda described, *_: jax.tree.map(zeros_like, described))
     monkeypatch.setattr(kimi, "check_kernels", lambda *_: None)
     monkeypatch.setattr(kimi, "_int4_moe", int4_moe_reference)
     monkeypatch.setattr(kimi, "_tree_mla", tree_mla_reference)

@@ -8,13 +8,15 @@ import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ddtree_jax import DecodeConfig, decode, dflash, kimi
+from ddtree_jax.layers import gain
 from ddtree_jax.pallas import simt
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, int4_moe_reference
 from ddtree_jax.pallas.tree_mla import tree_mla_reference
 from ddtree_jax.placement import Placement
-from ddtree_jax.sharding import make_mesh, replicated
+from ddtree_jax.sharding import ArrayInfo, make_mesh
 from experiments import bench_rank, rank, stage_times
 from experiments.abstract_engine import read_configs
 from experiments.loop_runs import Passes, Rounds, describe_state, draw_caches, lower_passes
@@ -110,10 +112,15 @@ def test_routing_that_is_impossible_is_refused():
     assert [rank.expected_distinct(n, 384, 8) for n in (1, 8, 16, 32, 64)] == [8, 60, 110, 188, 284]
 
 
+def zeros_like(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+
+
 @pytest.fixture
 def no_kernels(monkeypatch):
-    """Plain JAX alone, and no real draws: kernels are traced even where they are not compiled, and draws compile long."""
+    """Plain JAX alone, and nothing drawn: kernels are traced even where they are not compiled, and draws compile long."""
     monkeypatch.setattr(decode, "_draw", lambda logits_BNV, *_: jnp.zeros(logits_BNV.shape[:2], jnp.int32))
+    monkeypatch.setattr(rank, "draw_arrays", lambda described, *_: jax.tree.map(zeros_like, described))
     monkeypatch.setattr(kimi, "check_kernels", lambda *_: None)
     monkeypatch.setattr(kimi, "_int4_moe", int4_moe_reference)
     monkeypatch.setattr(kimi, "_tree_mla", tree_mla_reference)
@@ -183,15 +190,21 @@ def test_the_router_computes_and_is_overruled():
     np.testing.assert_allclose(weight_TX, own_TX, rtol=1e-5)
 
 
-def test_drawn_scales_are_small_numbers():
-    place = replicated(make_mesh(None))
-    described = {
-        "layer_1": {ExpertBlocks._fields[0]: jax.ShapeDtypeStruct((2, 3, 4, 1, 576), jnp.int32, sharding=place)}
-    }
-    words = np.asarray(draw_arrays(described, {"layer_1": {}}, 0)["layer_1"][ExpertBlocks._fields[0]])
+def test_weights_are_drawn_where_they_lie():
+    mesh, name = make_mesh("expert=8"), ExpertBlocks._fields[0]
+    split, whole = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("expert", None))
+    infos = {"o": ArrayInfo((64, 32), (None, None), mean=1.0, deviation=0.1), "gain": gain(5)}
+    table = {name: jax.ShapeDtypeStruct((8, 3, 4, 1, 576), jnp.int32, sharding=split)}
+    table |= {name: jax.ShapeDtypeStruct(info.shape, jnp.bfloat16, sharding=whole) for name, info in infos.items()}
+    drawn = draw_arrays({"layer_1": table}, {"layer_1": infos}, 0)["layer_1"]
+    assert {shard.data.shape for shard in drawn[name].addressable_shards} == {(1, 3, 4, 1, 576)}
+    words = np.asarray(drawn[name])
     scales = words[..., 512:].reshape(-1).view(np.uint16).astype(np.uint32) << 16
     assert np.all(np.abs(scales.view(np.float32) - 0.01) < 0.001)
     assert len(np.unique(words[..., :512])) > 0.9 * words[..., :512].size
+    assert np.std(np.asarray(drawn["o"], np.float32)) == pytest.approx(0.1, rel=0.05)
+    assert np.mean(np.asarray(drawn["o"], np.float32)) == pytest.approx(1.0, abs=0.01)
+    assert np.all(np.asarray(drawn["gain"], np.float32) == 1)
 
 
 SCOPES = {
