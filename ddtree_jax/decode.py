@@ -418,23 +418,21 @@ def _verify(models: Models, state: State, tree: Tree) -> Any:
 
 
 def _commit(models: Models, state: State, plan: Plan, out: Any, path_BT: Array, accepted_B: Array) -> State:
-    """Writes the accepted nodes' rows behind the prefix: the target's, and the drafter's from the nodes' features.
-
-    The target's cache is whole on every device. The drafter's is left to the partitioner, which divides it by heads: whole,
-    its heads would be copied out of it in every round.
-    """
-    write = functools.partial(commit, has_kernels=plan.place.has_kernels)
+    """Writes the accepted nodes' rows behind the prefix: the target's, and the drafter's from the nodes' features."""
+    place = plan.place
+    write = functools.partial(place.run_on_rows, functools.partial(commit, has_kernels=place.has_kernels))
     drafter_cache = state.drafter_cache
     if plan.depth > 0:
         features_BTY = take_rows(out.features_BTY, path_BT)
         positions_BT = state.length_B[:, None] + jnp.arange(plan.depth + 1, dtype=jnp.int32)[None]
         rows = models.drafter.context(features_BTY, positions_BT)
         in_order_BT = jnp.broadcast_to(jnp.arange(plan.depth + 1, dtype=jnp.int32)[None], path_BT.shape)
-        drafter_cache = write(drafter_cache, rows, in_order_BT, state.length_B, accepted_B)
+        numbers = in_order_BT, state.length_B, accepted_B
+        drafter_cache = write(drafter_cache, rows, *numbers, spec=place.drafter_rows)
     is_active_B = (accepted_B > 0).astype(jnp.int32)
     return replace(
         state,
-        target_cache=plan.place.run(write, state.target_cache, out.rows, path_BT, state.length_B, accepted_B),
+        target_cache=write(state.target_cache, out.rows, path_BT, state.length_B, accepted_B),
         drafter_cache=drafter_cache,
         length_B=state.length_B + accepted_B,
         accepted_BM=append(state.accepted_BM, accepted_B[:, None], state.num_rounds_B, is_active_B),

@@ -4,19 +4,24 @@ Follows z-lab/dflash's ``model.py``. Keys and values of the committed context co
 never pass through the drafter's layers; the block's own keys and values live for one call.
 """
 
+import functools
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import DFlashConfig
 from ddtree_jax.layers import Layer, gain, gated_mlp, rms_norm, rotate
-from ddtree_jax.sharding import ArrayInfo, Parameters
+from ddtree_jax.sharding import ArrayInfo, Parameters, partition
 
 KeyValue = tuple[Array, Array]
 """Rotated keys and values of a layer, each [B, S, J, R]."""
+
+CACHE_AXES = (None, None, "kv_heads", None)
+"""Logical axes of cached keys and values."""
 
 
 class Block(Layer):
@@ -113,7 +118,7 @@ class Block(Layer):
 
 
 class DFlash(Layer):
-    """The drafter. It has neither an embedding nor a head: both are the target's.
+    """The drafter. It has neither an embedding nor a head: both are the target's. ``mesh`` is where the arrays lie.
 
     Context rows of all layers are one product with ``key_value_DmJR``; m are keys of every layer, then their values.
     These weights are here a second time, since neither a part of them nor their concatenation is free inside a loop.
@@ -121,12 +126,14 @@ class DFlash(Layer):
 
     block_type = Block
 
-    def __init__(self, config: DFlashConfig, arrays: Mapping[str, Mapping[str, Array]]):
+    def __init__(self, config: DFlashConfig, arrays: Mapping[str, Mapping[str, Array]], mesh: Mesh | None = None):
         super().__init__(config, {**arrays["context"], **arrays["head"]})
+        self.mesh = mesh
         layers = [arrays[f"layer_{layer}"] for layer in range(config.num_hidden_layers)]
         self.blocks = nnx.List(self.block_type(config, layer, table) for layer, table in enumerate(layers))
         parts = [table[name] for name in ("k_DJR", "v_DJR") for table in layers]
-        self.key_value_DmJR = nnx.Param(jnp.stack(parts, axis=1))
+        place = None if mesh is None else NamedSharding(mesh, partition((None, None, "kv_heads", None)))
+        self.key_value_DmJR = nnx.Param(_side_by_side(parts, place=place))
 
     @staticmethod
     def parameters(config: DFlashConfig) -> dict[str, ArrayInfo]:
@@ -141,7 +148,7 @@ class DFlash(Layer):
 
     def context(self, features_BTY: Float[Array, "B T Y"], positions_BT: Int32[Array, "B T"]) -> list[KeyValue]:
         """Cache rows of T committed tokens, from the target's features of them."""
-        context_BTD = jnp.einsum("BTY,YD->BTD", features_BTY, self.fc_YD[...])
+        context_BTD = self.project(features_BTY)
         context_BTD = rms_norm(context_BTD, self.hidden_norm_D[...], self.config.rms_norm_eps)
         rows_mBTJR = jnp.moveaxis(jnp.einsum("BTD,DmJR->BTmJR", context_BTD, self.key_value_DmJR[...]), 2, 0)
         keys, values = rows_mBTJR[: len(self.blocks)], rows_mBTJR[len(self.blocks) :]
@@ -149,6 +156,16 @@ class DFlash(Layer):
             (block.finish_key(key_BTJR, positions_BT), value_BTJR)
             for block, key_BTJR, value_BTJR in zip(self.blocks, keys, values, strict=True)
         ]
+
+    def project(self, features_BTY: Float[Array, "B T Y"]) -> Float[Array, "B T D"]:
+        """What all layers' keys and values of the context are made from, whole on every device."""
+        context_BTD = jnp.einsum("BTY,YD->BTD", features_BTY, self.fc_YD[...])
+        if self.mesh is not None:
+            # Gathered here, once: left to itself, XLA sums norms, keys and values of parts, or gathers the weight.
+            for axes in ((None, None, "width"), (None, None, None)):
+                place = NamedSharding(self.mesh, partition(axes))
+                context_BTD = jax.lax.with_sharding_constraint(context_BTD, place)
+        return context_BTD
 
     def __call__(
         self,
@@ -166,6 +183,13 @@ class DFlash(Layer):
             with jax.named_scope(f"layer_{layer}"):
                 x_BTD = block(x_BTD, positions_BT, length_B, cache[layer])
         return rms_norm(x_BTD, self.norm_D[...], self.config.rms_norm_eps)
+
+
+@functools.partial(jax.jit, static_argnames="place")
+def _side_by_side(parts: list[Array], place: NamedSharding | None) -> Float[Array, "D m J R"]:
+    """m arrays [D, J, R] as one, by one program: nothing lies anywhere else in between."""
+    stacked_DmJR = jnp.stack(parts, axis=1)
+    return stacked_DmJR if place is None else jax.lax.with_sharding_constraint(stacked_DmJR, place)
 
 
 def parameters(config: DFlashConfig) -> Parameters:

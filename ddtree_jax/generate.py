@@ -14,15 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ddtree_jax import checkpoint, decode, dflash, kimi, sharding
+from ddtree_jax import checkpoint, decode, dflash, hosts, kimi
 from ddtree_jax.arguments import is_integer, is_number, shown
 from ddtree_jax.completion import Completion, IdStream, RoundTrace, StopFinder, TextStream
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.decode import DecodeConfig, Models, Plan, State
 from ddtree_jax.output import Progress, Tokens, completions, trace
+from ddtree_jax.placement import Placement, constrained
 from ddtree_jax.prefix_cache import PrefixCache
 from ddtree_jax.prompts import Limits, Prompt, read_prompts, read_token_ids
 from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
+from ddtree_jax.sharding import make_mesh
 from ddtree_jax.tokenizer import Tokenizer
 from ddtree_jax.vocabulary import Place
 
@@ -68,16 +70,18 @@ class Engine:
         self.models = Models(target, drafter)
         self.max_length = max_length
         self.tokenizer = tokenizer
-        self._replicated = sharding.replicated(mesh)
-        self._place = Place(mesh=mesh, has_kernels=has_kernels)
+        self._placement = placement = Placement(mesh)
+        self._place = Place(mesh=mesh, has_kernels=has_kernels, drafter_rows=placement.by_heads.spec)
         self._vocab_size = target.config.vocab_size
         self._chunk_widths = (*(width for width in PREFILL_BUCKETS if width < prefill_chunk), prefill_chunk)
-        self._prefix_cache = PrefixCache(self._replicated) if prefix_cache else None
-        out = {"out_shardings": self._replicated}
-        self._init_context = jax.jit(decode.init_context, static_argnums=(1, 2), **out)
-        self._prefill = jax.jit(decode.prefill, donate_argnames="context", **out)
-        self._begin = jax.jit(decode.begin, static_argnames=("plan", "capacity"), **out)
-        self._decode_rounds = jax.jit(decode.decode_rounds, static_argnames="plan", donate_argnames="state", **out)
+        self._prefix_cache = PrefixCache(placement.put) if prefix_cache else None
+        self._init_context = jax.jit(constrained(placement, decode.init_context), static_argnums=(1, 2))
+        self._prefill = jax.jit(_prefill, static_argnums=0, donate_argnames="context")
+        self._begin = jax.jit(constrained(placement, decode.begin), static_argnames=("plan", "capacity"))
+        self._decode_rounds = jax.jit(
+            constrained(placement, decode.decode_rounds), static_argnames="plan", donate_argnames="state"
+        )
+        out = {"out_shardings": placement.whole}
         self._draft_logits = jax.jit(decode.draft_once, static_argnames=("depth", "mask_token_id"), **out)
         self._unembed = jax.jit(kimi.Kimi.unembed, **out)
 
@@ -100,7 +104,8 @@ class Engine:
 
         Args:
           target, drafter: folders. Without a drafter only mode "ar" can be used.
-          mesh: axis sizes such as "tensor=8" or "expert=4,tensor=2"; one device by default.
+          mesh: axis sizes such as "tensor=8" or "expert=4,tensor=2"; one device by default. With several processes
+            (`hosts.join`) the devices of all of them, and each makes the same calls and gets all completions.
           max_length: the most tokens of prompt and completion together; caches are that long.
           dtype: of weights and activations, "float32" or "bfloat16".
           prefill_chunk: the most tokens of each prompt that one pass takes in.
@@ -126,7 +131,7 @@ class Engine:
             is_folder = isinstance(folder, (str, Path)) and folder != ""
             if not is_folder and (name, folder) != ("drafter", None):
                 raise ValueError(f"{name} is {shown(folder)}; allowed is the folder of a converted checkpoint")
-        device_mesh = sharding.make_mesh(mesh)
+        device_mesh = make_mesh(mesh)
         target_config = KimiConfig.from_hf(checkpoint.read_metadata(target, "kimi").config)
         drafter_config = None
         if drafter is not None:
@@ -134,10 +139,11 @@ class Engine:
         has_tokenizer = (Path(target) / "tiktoken.model").exists()
         tokenizer = Tokenizer.from_directory(target) if has_tokenizer else None
         _check_pair(target_config, drafter_config, max_length, tokenizer)
+        parameters = kimi.parameters(target_config)
+        checkpoint.check(target, parameters, device_mesh)
         if drafter_config:
             checkpoint.check(drafter, dflash.parameters(drafter_config), device_mesh)
         has_kernels = _choose_kernels(kernels, target_config, device_mesh, dtype)
-        parameters = kimi.parameters(target_config)
         arrays = checkpoint.load(target, parameters, device_mesh, _DTYPES[dtype], as_blocks=has_kernels)
         if has_kernels:
             kimi.pack_experts(arrays, device_mesh)
@@ -145,7 +151,7 @@ class Engine:
         drafter_model = None
         if drafter_config:
             drafter_arrays = checkpoint.load(drafter, dflash.parameters(drafter_config), device_mesh, _DTYPES[dtype])
-            drafter_model = dflash.DFlash(drafter_config, drafter_arrays)
+            drafter_model = dflash.DFlash(drafter_config, drafter_arrays, device_mesh)
         return cls(
             kimi.Kimi(target_config, arrays, capture, device_mesh, has_kernels),
             drafter_model,
@@ -207,7 +213,7 @@ class Engine:
         token_ids = self._token_ids(token_ids)
         with self._precision():
             logits = [
-                np.asarray(self._unembed(self.models.target, hidden_BTD)[0])
+                np.asarray(self._unembed(self.models.target, hidden_BTD))[0]
                 for _, hidden_BTD in self._prefill_chunks(self._new_context(1), [token_ids])
             ]
         return np.concatenate(logits)[: len(token_ids)]
@@ -221,13 +227,13 @@ class Engine:
             context, _ = deque(self._prefill_chunks(self._new_context(1), [token_ids[:-1]]), maxlen=1).pop()
             logits_BLV = self._draft_logits(
                 self.models,
-                self._put(root_B),
+                self._placement.put(root_B),
                 context.length_B,
                 context.drafter_cache,
                 depth=config.depth,
                 mask_token_id=config.mask_token_id,
             )
-        return np.asarray(logits_BLV[0])
+        return np.asarray(logits_BLV)[0]
 
     def trace_rounds(self, decode_config: DecodeConfig, batch: int) -> jax.stages.Traced:
         """The loop's program for ``batch`` sequences, to be lowered and compiled; the models' arrays may be abstract."""
@@ -236,13 +242,9 @@ class Engine:
         begin = functools.partial(decode.begin, plan=plan, capacity=self.max_length)
         context = jax.eval_shape(lambda models: decode.init_context(models, batch, self.max_length), self.models)
         state = jax.eval_shape(begin, self.models, context, sampling)
-        number = np.int32(0)
-        inputs = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated),
-            (state, sampling, number, number),
-        )
+        inputs = self._placement.describe((sampling, np.int32(0), np.int32(0)))
         with self._precision():
-            return self._decode_rounds.trace(self.models, *inputs, plan=plan)
+            return self._decode_rounds.trace(self.models, self._placement.describe_batch(state), *inputs, plan=plan)
 
     def _read_prompts(self, prompts: Any, thinking: Any) -> list[Prompt]:
         if not isinstance(thinking, bool):
@@ -269,9 +271,6 @@ class Engine:
         is_float32 = self.models.target.norm_D.dtype == jnp.float32
         return jax.default_matmul_precision("highest" if is_float32 else "default")
 
-    def _put(self, tree: Any) -> Any:
-        return jax.device_put(tree, self._replicated)
-
     def _job(self, prompts: list[Prompt], sampling: Any, decode_config: DecodeConfig) -> "_Job":
         """Checks everything that can be wrong before anything is computed."""
         if not isinstance(decode_config, DecodeConfig):
@@ -290,9 +289,12 @@ class Engine:
                 raise ValueError(
                     f"stop is {shown(one.stop)}, but the checkpoint has no tokenizer; allowed: stop_token_ids"
                 )
+        hosts.check_same("prompts or options", (prompts, list(params), decode_config))
         plan = self._plan(decode_config, any(one.top_logprobs for one in params))
         arrays = self._sampling_arrays(params, [prompt.token_ids for prompt in prompts])
-        return _Job(prompts, list(params), self._put(arrays), plan, min(decode_config.budget, plan.num_nodes - 1))
+        return _Job(
+            prompts, list(params), self._placement.put(arrays), plan, min(decode_config.budget, plan.num_nodes - 1)
+        )
 
     def _plan(self, decode_config: DecodeConfig, wants_top_logprobs: bool) -> Plan:
         depth, mask_token_id = 0, 0
@@ -325,7 +327,9 @@ class Engine:
             chunks = [prompt[start : start + width] for prompt in prompts]
             token_BT = np.array([chunk + [0] * (width - len(chunk)) for chunk in chunks], np.int32)
             count_B = np.array([len(chunk) for chunk in chunks], np.int32)
-            context, hidden_BTD = self._prefill(self.models, context, *self._put((token_BT, count_B)))
+            context, hidden_BTD = self._prefill(
+                self._placement, self.models, context, *self._placement.put((token_BT, count_B))
+            )
             yield context, hidden_BTD
             start += width
 
@@ -338,12 +342,12 @@ class Engine:
         if prefixes is None:
             return self._new_context(batch), [0] * batch
         target = self.models.target
-        hidden_BD = jnp.zeros((batch, target.config.hidden_size), target.norm_D[...].dtype)
+        hidden_BD = np.zeros((batch, target.config.hidden_size), target.norm_D.dtype)
         context = decode.Context(
             target_cache=prefixes.target_cache,
             drafter_cache=prefixes.drafter_cache,
-            length_B=self._put(np.array(prefixes.lengths, np.int32)),
-            hidden_BD=self._put(hidden_BD),
+            length_B=self._placement.put(np.array(prefixes.lengths, np.int32)),
+            hidden_BD=self._placement.put(hidden_BD),
         )
         return context, prefixes.lengths
 
@@ -360,7 +364,7 @@ class Engine:
             bare = replace(context, target_cache=[], drafter_cache=[])
             state = self._begin(self.models, bare, job.sampling, plan=job.plan, capacity=self.max_length)
             state = replace(state, target_cache=context.target_cache, drafter_cache=context.drafter_cache)
-            budget = self._put(np.int32(job.budget))
+            budget = self._placement.put(np.int32(job.budget))
         jax.block_until_ready(state.root_B)
         prefilled = time.perf_counter()
         limit = 0
@@ -372,7 +376,7 @@ class Engine:
             limit = min(limit + rounds_per_slice, ALL_ROUNDS)
             with self._precision():
                 state = self._decode_rounds(
-                    self.models, state, job.sampling, budget, self._put(np.int32(limit)), plan=job.plan
+                    self.models, state, job.sampling, budget, self._placement.put(np.int32(limit)), plan=job.plan
                 )
             jax.block_until_ready(state.root_B)
         if self._prefix_cache is not None:
@@ -399,7 +403,7 @@ class Engine:
             return state, tokens
         finish_B = tokens.finish_B.copy()
         finish_B[found] = decode.STOPPED
-        return replace(state, finish_B=self._put(finish_B)), tokens._replace(finish_B=finish_B)
+        return replace(state, finish_B=self._placement.put(finish_B)), tokens._replace(finish_B=finish_B)
 
     def _completions(self, job: "_Job", progress: Progress) -> list[Completion]:
         return completions(progress, job.params, self.models.target.config.eos_token_ids, self.tokenizer)
@@ -425,6 +429,13 @@ class _Job:
     sampling: SamplingArrays
     plan: Plan
     budget: int
+
+
+def _prefill(
+    placement: Placement, models: Models, context: decode.Context, token_BT: jax.Array, count_B: jax.Array
+) -> tuple[decode.Context, jax.Array]:
+    context, hidden_BTD = decode.prefill(models, context, token_BT, count_B)
+    return placement.constrain(context), jax.lax.with_sharding_constraint(hidden_BTD, placement.whole)
 
 
 def _choose_kernels(kernels: bool | None, config: KimiConfig, mesh: Mesh, dtype: str) -> bool:

@@ -20,11 +20,20 @@ from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, choose_confi
 from ddtree_jax.pallas.int4_moe import pack_experts as pack_shard
 from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
 from ddtree_jax.quant import NIBBLES
-from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, sharding_of
+from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, partition, sharding_of
 
 # Kernels take seconds to lower; these are lowered once for all layers.
 _tree_mla = jax.jit(tree_mla, static_argnames=("num_latent", "scale"))
 _int4_moe = jax.jit(int4_moe)
+
+
+# A shard has whole experts' groups of features, and of down the words, groups or block columns that take them.
+BLOCK_SPECS = ExpertBlocks(partition(("experts", "expert_width")), partition(("experts", None, "expert_width")))
+_WORD_SPECS = ExpertWeights(
+    *(partition(("experts", None, axis)) for axis in ("expert_width",) * 3 + ("expert_groups",))
+)
+EXPERT_SPECS = {ExpertBlocks: BLOCK_SPECS, ExpertWeights: _WORD_SPECS}
+SHARED_SPECS = partition((None, "width")), partition((None, "width")), partition(("width", None))
 
 
 class TargetOutput(NamedTuple):
@@ -134,70 +143,75 @@ class Router(Layer):
 
 
 class Experts(Layer):
-    """Routed experts in packed INT4: as they lie in the checkpoint, or in the kernel's blocks (see `pack_experts`)."""
+    """Routed experts in packed INT4: as they lie in the checkpoint, or in the kernel's blocks (see `pack_experts`).
 
-    def __init__(self, config: KimiConfig, arrays: Mapping[str, Array]):
+    On a mesh every shard computes what its experts contribute, or its part of every expert.
+    """
+
+    def __init__(self, config: KimiConfig, arrays: Mapping[str, Array], mesh: Mesh | None = None):
         self.config = config
-        has_blocks = ExpertBlocks._fields[0] in arrays
-        self.form = ExpertBlocks if has_blocks else ExpertWeights
+        self.form = ExpertBlocks if ExpertBlocks._fields[0] in arrays else ExpertWeights
         for name in self.form._fields:
             setattr(self, name, nnx.Param(arrays[name]))
-        self.mesh = arrays[ExpertBlocks._fields[0]].sharding.mesh if has_blocks else None
+        self.mesh = mesh
 
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
         E, D, F = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         gate_up_axes = ("experts", None, "expert_width", None)
-        down_axes = ("experts", None, "expert_width")
+        words_axes, groups_axes = ("experts", None, "expert_width"), ("experts", None, "expert_groups")
         scale = {"dtype": jnp.bfloat16, "mean": 0.01, "deviation": 0.001}
         return {
             "gate_up_E2FI": ArrayInfo((E, 2, F, D // NIBBLES), gate_up_axes, jnp.int32),
             "gate_up_scale_E2FG": ArrayInfo((E, 2, F, D // INT4_GROUP_SIZE), gate_up_axes, **scale),
-            "down_EDI": ArrayInfo((E, D, F // NIBBLES), down_axes, jnp.int32),
-            "down_scale_EDG": ArrayInfo((E, D, F // INT4_GROUP_SIZE), down_axes, **scale),
+            "down_EDI": ArrayInfo((E, D, F // NIBBLES), words_axes, jnp.int32),
+            "down_scale_EDG": ArrayInfo((E, D, F // INT4_GROUP_SIZE), groups_axes, **scale),
         }
 
     def __call__(
-        self, x_TD: Float[Array, "T D"], expert_TX: Int32[Array, "T X"], weight_TX: Float[Array, "T X"]
+        self,
+        x_TD: Float[Array, "T D"],
+        expert_TX: Int32[Array, "T X"],
+        weight_TX: Float[Array, "T X"],
+        shared: tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]],
     ) -> Float[Array, "T D"]:
+        """The weighted sum of each token's experts, plus that of ``shared``: gate, up and down of the shared expert."""
         experts = self.form(*(getattr(self, name)[...] for name in self.form._fields))
         if self.mesh is None:
-            return _int4_moe(x_TD, expert_TX, weight_TX, experts)
+            return _int4_moe(x_TD, expert_TX, weight_TX, experts) + gated_mlp(x_TD[None], *shared)[0]
+        whole = PartitionSpec()
         run = jax.shard_map(
             _run_shard,
             mesh=self.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(), BLOCK_SPECS),
-            out_specs=PartitionSpec(),
+            in_specs=(whole, whole, whole, EXPERT_SPECS[self.form], SHARED_SPECS),
+            out_specs=whole,
             check_vma=False,
         )
-        return run(x_TD, expert_TX, weight_TX, experts)
-
-
-# A shard has whole experts' groups of features, and of down the block columns that take them.
-BLOCK_SPECS = ExpertBlocks(
-    PartitionSpec(RULES["experts"], RULES["expert_width"]),
-    PartitionSpec(RULES["experts"], None, RULES["expert_width"]),
-)
+        return run(x_TD, expert_TX, weight_TX, experts, shared)
 
 
 def _run_shard(
     x_TD: Float[Array, "T D"],
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
-    experts: ExpertBlocks,
+    experts: ExpertWeights | ExpertBlocks,
+    shared: tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]],
 ) -> Float[Array, "T D"]:
-    """The sum over all shards of what their experts, or their part of every expert, contribute."""
-    first = jax.lax.axis_index(RULES["experts"]) * experts.down_EMKmw.shape[0]
-    y_TD = _int4_moe(x_TD, expert_TX - first, weight_TX, experts)
-    return jax.lax.psum(y_TD.astype(jnp.float32), MESH_AXES).astype(x_TD.dtype)
+    """The sum over all shards of what their experts, or their part of every expert, contribute, by one all-reduce.
+
+    Of the shared expert a shard has a part of the width, the same one wherever it lies along ``expert``: one of them counts.
+    """
+    number = jax.lax.axis_index(RULES["experts"])
+    routed_TD = _int4_moe(x_TD, expert_TX - number * experts[0].shape[0], weight_TX, experts)
+    shared_TD = jnp.where(number == 0, gated_mlp(x_TD[None], *shared)[0], 0)
+    y_TD = routed_TD.astype(jnp.float32) + shared_TD.astype(jnp.float32)
+    return jax.lax.psum(y_TD, MESH_AXES).astype(x_TD.dtype)
 
 
 def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> None:
     """Replaces every layer's experts by the kernel's blocks, each shard's packed where it lies, a layer at a time."""
-    specs = ExpertWeights(
-        *(PartitionSpec(RULES["experts"], None, RULES["expert_width"]) for _ in ExpertWeights._fields)
-    )
-    pack = jax.jit(jax.shard_map(pack_shard, mesh=mesh, in_specs=(specs,), out_specs=BLOCK_SPECS, check_vma=False))
+    specs = (EXPERT_SPECS[ExpertWeights],)
+    pack = jax.jit(jax.shard_map(pack_shard, mesh=mesh, in_specs=specs, out_specs=BLOCK_SPECS, check_vma=False))
     for table in arrays.values():
         if ExpertWeights._fields[0] in table:
             table |= pack(ExpertWeights(*(table.pop(name) for name in ExpertWeights._fields)))._asdict()
@@ -237,15 +251,19 @@ class DenseMLP(Layer):
 
 
 class SharedExpert(Layer):
-    """The expert that every token passes; ``n_shared_experts`` of them are one of that many times the width."""
+    """The expert that every token passes, summed with the routed ones (`Experts`).
+
+    ``n_shared_experts`` of them are one of that many times the width.
+    """
 
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
         width = config.moe_intermediate_size * config.n_shared_experts
         return _mlp_parameters("shared_", config.hidden_size, width)
 
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return gated_mlp(x_BTD, self.shared_gate_DF[...], self.shared_up_DF[...], self.shared_down_FD[...])
+    def weights(self) -> tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]]:
+        """Gate, up and down."""
+        return self.shared_gate_DF[...], self.shared_up_DF[...], self.shared_down_FD[...]
 
 
 def _mlp_parameters(prefix: str, D: int, F: int) -> dict[str, ArrayInfo]:
@@ -269,7 +287,7 @@ class Block(Layer):
             self.mlp = DenseMLP(config, arrays)
         else:
             self.router = Router(config, arrays)
-            self.experts = Experts(config, arrays)
+            self.experts = Experts(config, arrays, mesh)
             self.shared = SharedExpert(config, arrays)
 
     @staticmethod
@@ -285,8 +303,8 @@ class Block(Layer):
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         expert_TX, weight_TX = self.router(x_TD)
         expert_TX = jnp.where(is_token_BT.reshape(-1, 1), expert_TX, -1)
-        routed_TD = self.experts(x_TD, expert_TX, weight_TX)
-        return routed_TD.reshape(x_BTD.shape) + self.shared(x_BTD), [expert_TX]
+        y_TD = self.experts(x_TD, expert_TX, weight_TX, self.shared.weights())
+        return y_TD.reshape(x_BTD.shape), [expert_TX]
 
     def __call__(
         self,

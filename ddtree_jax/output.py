@@ -81,17 +81,16 @@ def _top_logprobs(emitted: Emitted, index: int, num_tokens: int, num_best: int) 
 def trace(state: State) -> RoundTrace | None:
     """The last round of sequence 0; None before the first one."""
     last = state.last
-    accepted = int(last.accepted_B[0])
+    accepted, count, length = (int(np.asarray(one)[0]) for one in (last.accepted_B, last.count_B, state.length_B))
     if accepted == 0:
         return None
     token_N, depth_N, parent_N = (
-        np.asarray(column[0])[: int(last.count_B[0])].tolist()
-        for column in (last.token_BN, last.depth_BN, last.parent_BN)
+        np.asarray(column)[0, :count].tolist() for column in (last.token_BN, last.depth_BN, last.parent_BN)
     )
     return RoundTrace(
-        start=int(state.length_B[0]) - accepted,
+        start=length - accepted,
         token_ids=token_N,
         depths=depth_N,
         parents=parent_N,
-        accepted=np.asarray(last.path_BT[0])[:accepted].tolist(),
+        accepted=np.asarray(last.path_BT)[0, :accepted].tolist(),
     )

@@ -8,12 +8,12 @@
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
 
 from ddtree_jax.cache import Cache
 
@@ -29,10 +29,11 @@ class Prefixes(NamedTuple):
 class PrefixCache:
     """Holds the caches of one batch at most. They belong to whoever takes them out, so that nothing is held twice."""
 
-    def __init__(self, sharding: NamedSharding):
+    def __init__(self, put: Callable[[np.ndarray], jax.Array]):
+        """``put`` brings an array to the devices."""
         self._kept: deque[tuple[list[np.ndarray], Cache, Cache]] = deque(maxlen=1)
-        self._sharding = sharding
-        self._take_sequences = jax.jit(lambda slots, index_B: slots[index_B], out_shardings=sharding)
+        self._put = put
+        self._take_sequences = jax.jit(_take_sequences, static_argnames="sharding")
 
     def keep(self, token_ids: Sequence[Sequence[int]], target_cache: Cache, drafter_cache: Cache) -> None:
         """Takes caches over whose sequences hold ``token_ids`` in their first slots."""
@@ -61,14 +62,19 @@ class PrefixCache:
 
     def _rearranged(self, caches: list[Cache], index_B: list[int]) -> list[Cache]:
         """Copies array by array, each old one freed before the next is made."""
-        index = jax.device_put(np.array(index_B, np.int32), self._sharding)
+        index = self._put(np.array(index_B, np.int32))
 
         def rearranged(slots: jax.Array) -> jax.Array:
-            taken = self._take_sequences(slots, index)
+            taken = self._take_sequences(slots, index, sharding=slots.sharding)
             slots.delete()
             return taken
 
         return jax.tree.map(rearranged, caches)
+
+
+def _take_sequences(slots: jax.Array, index_B: jax.Array, sharding: Sharding) -> jax.Array:
+    """Sequences ``index_B``, where the old ones lie."""
+    return jax.lax.with_sharding_constraint(slots[index_B], sharding)
 
 
 def _num_common(one: np.ndarray, other: np.ndarray) -> int:

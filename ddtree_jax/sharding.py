@@ -2,11 +2,13 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("tensor", "expert")
@@ -17,6 +19,7 @@ RULES: dict[str, str] = {
     "kv_heads": "tensor",
     "width": "tensor",
     "expert_width": "tensor",
+    "expert_groups": "tensor",
     "experts": "expert",
     "vocab": "tensor",
 }
@@ -72,30 +75,37 @@ def make_mesh(text: Any) -> Mesh:
     num_devices = math.prod(sizes.values())
     if num_devices > jax.device_count():
         raise ValueError(f"mesh {text!r} needs {num_devices} devices; there are {jax.device_count()}")
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        MESH_AXES,
-        axis_types=(AxisType.Auto,) * len(MESH_AXES),
-        devices=jax.devices()[:num_devices],
-    )
+    devices = jax.devices()[:num_devices]
+    if idle := set(range(jax.process_count())) - {device.process_index for device in devices}:
+        raise ValueError(
+            f"mesh {text!r} needs {num_devices} devices; of {jax.device_count()}, none of process {min(idle)}"
+        )
+    # Tensor shards of one expert shard are neighbours, so that they lie on one host where they can.
+    array = np.array(devices).reshape(sizes["expert"], sizes["tensor"]).T
+    return Mesh(array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def partition(axes: Sequence[str | None]) -> PartitionSpec:
+    """Mesh axes of logical ones, by `RULES`."""
+    return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))
 
 
 def sharding_of(info: ArrayInfo, mesh: Mesh, name: str) -> NamedSharding:
-    """Where a parameter lies on a mesh, by `RULES`.
+    """Where a parameter lies on a mesh.
 
     Raises:
       ValueError: two dimensions would lie on one mesh axis, or a dimension does not divide.
     """
-    axes = [RULES.get(axis) if axis else None for axis in info.axes]
-    used = [axis for axis in axes if axis]
+    spec = partition(info.axes)
+    used = [axis for axis in spec if axis]
     if len(set(used)) != len(used):
         raise ValueError(f"{name}: two of its dimensions {info.axes} lie on one mesh axis")
-    for size, axis in zip(info.shape, axes, strict=True):
+    for size, logical, axis in zip(info.shape, info.axes, spec, strict=True):
         if axis and size % mesh.shape[axis]:
             raise ValueError(
-                f"mesh has {axis}={mesh.shape[axis]}; allowed are divisors of {size}, a dimension of {name}"
+                f"mesh has {axis}={mesh.shape[axis]}; allowed are divisors of {size}, the {logical} of {name}"
             )
-    return NamedSharding(mesh, PartitionSpec(*axes))
+    return NamedSharding(mesh, spec)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -102,10 +102,14 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where the loop's own parts run: on every device of a mesh, if there is one, and by kernels, if these are allowed."""
+    """Where the loop's own parts run: on every device of a mesh, if there is one, and by kernels, if these are allowed.
+
+    ``drafter_rows`` says how the drafter's cache [B, S, ...] and its rows [B, T, ...] are divided.
+    """
 
     mesh: Mesh | None = None
     has_kernels: bool = True
+    drafter_rows: PartitionSpec = PartitionSpec()
 
     @property
     def shard(self) -> Shard:
@@ -113,17 +117,29 @@ class Place:
         is_split = self.mesh is not None and self.mesh.shape[axis] > 1
         return Shard(axis=axis if is_split else None, has_kernels=self.has_kernels)
 
-    def run(self, function: Callable[..., Any], *whole: Any) -> Any:
-        """``function(*whole)`` on every device; arrays and results are the same everywhere."""
-        return self._on_devices(function, whole)
+    def run_on_rows(
+        self, function: Callable[..., Any], cache: Any, rows: Any, *whole: Any, spec: PartitionSpec = PartitionSpec()
+    ) -> Any:
+        """``function(cache, rows, *whole)``, a new cache, on every device with its own part of cache and rows."""
+        return self._on_devices(function, (cache, rows, *whole), (spec, spec), spec)
 
     def run_on_columns(self, function: Callable[..., Any], logits: Float[Array, "B N V"], *whole: Any) -> Any:
-        """``function(logits, *whole)`` on every device with its own columns of the logits, else as `run`."""
-        return self._on_devices(function, (logits, *whole), PartitionSpec(None, None, RULES["vocab"]))
+        """``function(logits, *whole)`` on every device with its own columns of the logits.
 
-    def _on_devices(self, function: Callable[..., Any], arguments: tuple, *first_specs: PartitionSpec) -> Any:
+        Other arrays are whole on every device, and so is the result.
+        """
+        columns = PartitionSpec(None, None, RULES["vocab"])
+        return self._on_devices(function, (logits, *whole), (columns,), PartitionSpec())
+
+    def _on_devices(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple,
+        first_specs: tuple[PartitionSpec, ...],
+        out_spec: PartitionSpec,
+    ) -> Any:
         if self.mesh is None:
             return function(*arguments)
         specs = (*first_specs, *[PartitionSpec()] * (len(arguments) - len(first_specs)))
-        run = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        run = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
         return run(*arguments)

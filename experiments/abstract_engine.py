@@ -18,6 +18,9 @@ from experiments.devices import DEVICES
 
 NUM_DEVICES = 8
 
+ArrayShapes = dict[str, dict[str, jax.ShapeDtypeStruct]]
+"""Shapes with their places, by part and name."""
+
 
 def mesh_without_devices(text: str, device: str) -> Mesh:
     """A mesh of GPUs that can be compiled for."""
@@ -50,24 +53,41 @@ def abstract_engine(target: KimiConfig, drafter: DFlashConfig, mesh: Mesh, max_l
       NotImplementedError: the kernels do not take these shapes.
     """
     kimi.check_kernels(target, mesh)
-    target_arrays = _abstract(kimi.parameters(target), mesh)
-    packed = jax.eval_shape(lambda arrays: _packed(arrays, mesh), target_arrays)
-    blocks = {name: NamedSharding(mesh, spec) for name, spec in kimi.BLOCK_SPECS._asdict().items()}
-    for part, table in packed.items():
-        for name, leaf in table.items():
-            sharding = blocks[name] if name in ExpertBlocks._fields else target_arrays[part][name].sharding
-            table[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    arrays = abstract_blocks(kimi.parameters(target), mesh)
     return Engine(
-        kimi.Kimi(target, packed, drafter.target_layer_ids, mesh, True),
+        kimi.Kimi(target, arrays, drafter.target_layer_ids, mesh, True),
         _abstract_drafter(drafter, mesh),
         mesh=mesh,
         max_length=max_length,
     )
 
 
+def abstract_arrays(parameters: Parameters, mesh: Mesh) -> ArrayShapes:
+    """Arrays of a model on a mesh, as shapes in their places."""
+    return {
+        part: {
+            name: jax.ShapeDtypeStruct(info.shape, info.dtype or jnp.bfloat16, sharding=sharding_of(info, mesh, name))
+            for name, info in table.items()
+        }
+        for part, table in parameters.items()
+    }
+
+
+def abstract_blocks(parameters: Parameters, mesh: Mesh) -> ArrayShapes:
+    """The same of a target, with its experts in the kernel's blocks."""
+    words = abstract_arrays(parameters, mesh)
+    packed = jax.eval_shape(lambda arrays: _packed(arrays, mesh), words)
+    blocks = {name: NamedSharding(mesh, spec) for name, spec in kimi.BLOCK_SPECS._asdict().items()}
+    for part, table in packed.items():
+        for name, leaf in table.items():
+            sharding = blocks[name] if name in ExpertBlocks._fields else words[part][name].sharding
+            table[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return packed
+
+
 def _abstract_drafter(config: DFlashConfig, mesh: Mesh) -> dflash.DFlash:
-    arrays = _abstract(dflash.parameters(config), mesh)
-    drafter = jax.eval_shape(lambda arrays: dflash.DFlash(config, arrays), arrays)
+    arrays = abstract_arrays(dflash.parameters(config), mesh)
+    drafter = jax.eval_shape(lambda arrays: dflash.DFlash(config, arrays, mesh), arrays)
     of_name = {name: leaf.sharding for table in arrays.values() for name, leaf in table.items()}
     whole, heads, width = of_name["k_DJR"].spec
     of_name["key_value_DmJR"] = NamedSharding(mesh, PartitionSpec(whole, None, heads, width))
@@ -77,16 +97,6 @@ def _abstract_drafter(config: DFlashConfig, mesh: Mesh) -> dflash.DFlash:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(place, drafter)
-
-
-def _abstract(parameters: Parameters, mesh: Mesh) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    return {
-        part: {
-            name: jax.ShapeDtypeStruct(info.shape, info.dtype or jnp.bfloat16, sharding=sharding_of(info, mesh, name))
-            for name, info in table.items()
-        }
-        for part, table in parameters.items()
-    }
 
 
 def _packed(arrays: dict[str, dict[str, jax.Array]], mesh: Mesh) -> dict[str, dict[str, jax.Array]]:

@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+import jax
+
 from checkpoints_tools.convert import convert
 from ddtree_jax.checkpoint import FORMAT_VERSION, METADATA_FILE
 
@@ -20,7 +22,7 @@ def converted(source: str | Path, cache: Path) -> Path:
     """The converted form of a checkpoint folder: itself, or its place in the cache, filled on first use.
 
     Raises:
-      ValueError: no such folder, or one that the converter refuses.
+      ValueError: no such folder, or one that the converter refuses; with several processes, one that is not converted yet.
     """
     folder = Path(source).resolve()
     if not source or not folder.is_dir():
@@ -31,6 +33,8 @@ def converted(source: str | Path, cache: Path) -> Path:
     key = hashlib.sha256(repr((str(folder), files, FORMAT_VERSION)).encode()).hexdigest()[:16]
     out = cache / f"{folder.name}-{key}"
     if not (out / METADATA_FILE).exists():
+        if jax.process_count() > 1:
+            raise ValueError(f"checkpoint folder is {str(source)!r}; with several processes a converted one is needed")
         print(f"converting {source} (once)", file=sys.stderr)
         convert(folder, out)
     return out

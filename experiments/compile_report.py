@@ -24,10 +24,8 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -36,25 +34,13 @@ import jax
 from absl import app, flags
 
 from ddtree_jax import DecodeConfig, Engine
-from ddtree_jax.decode import BUDGET_BUCKETS
 from experiments.abstract_engine import NUM_DEVICES, abstract_engine, mesh_without_devices, read_configs
 from experiments.devices import DEVICES
 from experiments.loop_text import launches_of, read_loop
+from experiments.programs import BUCKETS, CONFIGS, compile_loop, decode_config
 from experiments.results_file import provenance, update_lines
 
-ROOT = Path(__file__).parents[1]
-CONFIGS = {
-    "kimi_k26": (ROOT / "tests/configs/kimi_k26.json", ROOT / "tests/configs/kimi_k26_dflash_reconstructed.json"),
-    "tiny": tuple(ROOT / "experiments/tiny_kimi" / model / "config.json" for model in ("target", "drafter")),
-}
-BUCKETS = ("plain", "chain", *map(str, BUDGET_BUCKETS))
 CONTEXT_MULTIPLE = 16
-
-
-def decode_config(bucket: str) -> DecodeConfig:
-    if bucket in ("plain", "chain"):
-        return DecodeConfig(mode="ar" if bucket == "plain" else "chain")
-    return DecodeConfig(mode="ddtree", budget=int(bucket))
 
 
 def longest_context(memory: int, context: int, num_bytes: int, temporary: int, slot_bytes: int, most: int) -> int:
@@ -71,22 +57,12 @@ def bytes_per_slot(lowered: jax.stages.Lowered, context: int) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize // context for leaf in leaves if context in leaf.shape)
 
 
-def compile_loop(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str, float]:
-    """The program, XLA's plan of its launches, and seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
-        seconds = time.perf_counter() - started
-        plans = [path.read_text() for path in Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")]
-    return compiled, max(plans, key=len), seconds
-
-
 def report(engine: Engine, decode: DecodeConfig, card: int) -> dict[str, Any]:
     """Compiles the loop for one sequence: what it takes of the ``card`` bytes of a device, and what a round does."""
     started = time.perf_counter()
     lowered = engine.trace_rounds(decode, 1).lower()
     lower_seconds = time.perf_counter() - started
-    compiled, plan, seconds = compile_loop(lowered)
+    compiled, plan, _, seconds = compile_loop(lowered)
     memory, loop, outside = compiled.memory_analysis(), read_loop(compiled.as_text()), launches_of(plan)
     new_outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     num_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes + new_outputs

@@ -6,7 +6,9 @@ Without ``--target`` and ``--drafter`` it takes the tiny trained pair of this re
 on first use, into a cache folder; converted ones are taken as they are.
 """
 
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
-from ddtree_jax import Completion, DecodeConfig, Engine, RoundTrace, SamplingParams
+from ddtree_jax import Completion, DecodeConfig, Engine, RoundTrace, SamplingParams, hosts
 from ddtree_jax.decode import MODES
 from experiments.checkpoints import TINY_PAIR, converted, default_cache_dir
 from experiments.tree_text import draw_tree
@@ -51,7 +53,22 @@ def define_flags(values: flags.FlagValues) -> None:
         "show_tree", False, "Draw the tree of the round that committed the most tokens.", flag_values=values
     )
     flags.DEFINE_bool("json", False, "Print one JSON line instead of text and table.", flag_values=values)
+    flags.DEFINE_string(
+        "coordinator_address",
+        os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        "With several processes, host:port of process 0, which alone prints; JAX_COORDINATOR_ADDRESS by default.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer("num_processes", None, "How many processes there are; one by default.", flag_values=values)
+    flags.DEFINE_integer("process_id", None, "The number of this one, from 0.", flag_values=values)
+    flags.DEFINE_float("join_seconds", 300.0, "How long to wait for the other processes.", flag_values=values)
     flags.DEFINE_string("cache_dir", None, "Where conversions lie; ~/.cache/ddtree_jax by default.", flag_values=values)
+
+
+def join_processes(values: flags.FlagValues) -> None:
+    """Joins the other processes, if the flags speak of any."""
+    if (values.coordinator_address, values.num_processes, values.process_id) != (None, None, None):
+        hosts.join(values.coordinator_address, values.num_processes, values.process_id, values.join_seconds)
 
 
 def load_engine(values: flags.FlagValues) -> Engine:
@@ -84,7 +101,7 @@ def compare(
 
 def _show_progress(done: int, total: int, text: str) -> None:
     """A bar in a line of the terminal that the next output overwrites; nothing once all is done."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and jax.process_index() == 0:
         bar = f"[{'#' * (24 * done // total):24}] {text}" if done < total else ""
         print(f"\r{bar:48}", end="\r", file=sys.stderr, flush=True)
 
@@ -139,6 +156,23 @@ def stream(engine: Engine, prompt: Any, sampling: SamplingParams, decode: Decode
     print(f"\n\n(first text {first or 0:.1f} s after the imports, conversion and compilation included)\n", flush=True)
 
 
+def run(
+    values: flags.FlagValues, modes: Sequence[str], sampling: SamplingParams, decode: DecodeConfig, started: float
+) -> None:
+    """Loads, completes and prints what the flags ask for."""
+    engine = load_engine(values)
+    prompt = [{"role": "user", "content": values.prompt}] if values.chat else values.prompt
+    if not values.json:
+        stream(engine, prompt, sampling, decode, started)
+    completions = compare(engine, prompt, sampling, modes, values.budget)
+    if values.json:
+        print(json.dumps(summary(completions)))
+        return
+    print(table(completions))
+    if values.show_tree:
+        print(f"\n{show_tree(engine, prompt, sampling, decode)}")
+
+
 def main(argv: Sequence[str], values: flags.FlagValues = flags.FLAGS) -> None:
     started = time.perf_counter()
     if len(argv) > 1:
@@ -158,17 +192,9 @@ def main(argv: Sequence[str], values: flags.FlagValues = flags.FLAGS) -> None:
             max_new_tokens=values.max_new_tokens,
         )
         decode = DecodeConfig(mode=modes[-1], budget=values.budget)
-        engine = load_engine(values)
-        prompt = [{"role": "user", "content": values.prompt}] if values.chat else values.prompt
-        if not values.json:
-            stream(engine, prompt, sampling, decode, started)
-        completions = compare(engine, prompt, sampling, modes, values.budget)
-        if values.json:
-            print(json.dumps(summary(completions)))
-            return
-        print(table(completions))
-        if values.show_tree:
-            print(f"\n{show_tree(engine, prompt, sampling, decode)}")
+        join_processes(values)
+        with contextlib.redirect_stdout(sys.stdout if jax.process_index() == 0 else None):
+            run(values, modes, sampling, decode, started)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

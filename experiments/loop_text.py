@@ -23,7 +23,10 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 class Instruction(NamedTuple):
-    """One instruction: its bytes are those of all arrays that it gives, ``called`` the computations that it names."""
+    """One instruction: its bytes are those of all arrays that it gives, ``called`` the computations that it names.
+
+    ``scope`` is where it stands in the loop's body, without that or outside the loop "".
+    """
 
     name: str
     opcode: str
@@ -31,7 +34,13 @@ class Instruction(NamedTuple):
     num_bytes: int
     operands: list[str]
     called: list[str]
-    stage: str
+    scope: str
+
+    @property
+    def stage(self) -> str:
+        """The round's part that the scope lies in."""
+        part = self.scope.split("/")[0]
+        return part if part in STAGES else "other"
 
 
 class LoopReport(NamedTuple):
@@ -59,19 +68,23 @@ def read_loop(text: str) -> LoopReport:
 
 def launches_of(plan: str) -> dict[str, int]:
     """Graphs and single launches in the body of a program's loop, from XLA's text of its plan (a thunk a line)."""
-    lines = plan.splitlines()
-    begin = next((i for i, line in enumerate(lines) if re.search(r"\bkWhile\b", line)), None)
-    if begin is None:
-        return {}
-    indent = len(lines[begin]) - len(lines[begin].lstrip())
-    inside = []
-    for line in lines[begin + 1 :]:
-        if line.strip() and len(line) - len(line.lstrip()) <= indent and re.match(r"\s*\d+:", line):
-            break
-        inside.append(line)
+    inside = lines_of_loop(plan)
     outermost = min((len(x) - len(x.lstrip()) for x in inside if re.match(r"\s*\d+:", x)), default=0)
     kinds = [re.search(r"\bk[A-Z]\w+", x) for x in inside if len(x) - len(x.lstrip()) == outermost]
     return dict(collections.Counter(kind[0] for kind in kinds if kind))
+
+
+def lines_of_loop(plan: str) -> list[str]:
+    """Those lines of XLA's plan that are inside its loop."""
+    lines = plan.splitlines()
+    begin = next((i for i, line in enumerate(lines) if re.search(r"\bkWhile\b", line)), len(lines))
+    inside = []
+    for line in lines[begin + 1 :]:
+        indent = len(lines[begin]) - len(lines[begin].lstrip())
+        if line.strip() and len(line) - len(line.lstrip()) <= indent and re.match(r"\s*\d+:", line):
+            break
+        inside.append(line)
+    return inside
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:
@@ -83,7 +96,7 @@ def parse(text: str) -> dict[str, list[Instruction]]:
             current = computations.setdefault(head[1], [])
         elif found := _INSTRUCTION.match(line):
             name, shape, opcode, rest = found.groups()
-            stage = re.search(r'op_name="[^"]*?while/body/(\w+)', rest)
+            scope = re.search(r'op_name="[^"]*?while/body/([^"]*)"', rest)
             current.append(
                 Instruction(
                     name=name,
@@ -92,7 +105,7 @@ def parse(text: str) -> dict[str, list[Instruction]]:
                     num_bytes=sum(map(_num_bytes, _ARRAY.findall(shape))),
                     operands=re.findall(r"%([\w.\-]+)", rest.split("), ")[0]),
                     called=_called(rest),
-                    stage=stage[1] if stage and stage[1] in STAGES else "other",
+                    scope=scope[1] if scope else "",
                 )
             )
     return computations

@@ -324,8 +324,10 @@ LOAD = cases(
     ),
     ({"mesh": "tensor=16"}, "mesh 'tensor=16' needs 16 devices; there are 8"),
     ({"mesh": "expert=4,tensor=4"}, "mesh 'expert=4,tensor=4' needs 16 devices; there are 8"),
-    ({"mesh": "tensor=3"}, "mesh has tensor=3; allowed are divisors of 128, a dimension of fc_YD"),
-    ({"mesh": "expert=3"}, "mesh has expert=3; allowed are divisors of 16, a dimension of gate_up_E2FI"),
+    ({"mesh": "tensor=3"}, "mesh has tensor=3; allowed are divisors of 512, the vocab of embedding_VD"),
+    ({"mesh": "tensor=4"}, "mesh has tensor=4; allowed are divisors of 2, the expert_groups of down_scale_EDG"),
+    ({"mesh": "tensor=8"}, "mesh has tensor=8; allowed are divisors of 4, the heads of q_b_AHO"),
+    ({"mesh": "expert=3"}, "mesh has expert=3; allowed are divisors of 16, the experts of gate_up_E2FI"),
     *(
         ({"drafter_rope_amplitude": value}, f"drafter_rope_amplitude is {value!r}; allowed is a number from 0.001 to 1000.0")
         for value in (0.0, -1.0, NAN, INF, 1e300, HUGE, "1", True, [1.0])

@@ -294,6 +294,18 @@ def test_a_drafter_whose_metadata_was_made_to_fit(golden, folders, tmp_path, no_
     ]
 
 
+def test_a_target_of_other_widths(folders, tmp_path, no_weights):
+    metadata = json.loads((folders["target"] / "metadata.json").read_text())
+    metadata["config"]["text_config"]["intermediate_size"] = 192
+    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(ValueError) as error:
+        Engine.load(tmp_path)
+    assert str(error.value).splitlines()[:2] == [
+        f"{tmp_path}:",
+        "  layer_0/gate_DF is bfloat16[128, 256]; bfloat16[128, 192] is needed",
+    ]
+
+
 # The command line.
 
 

@@ -112,7 +112,7 @@ def test_abstract_drafter_lies_where_the_real_one_does(monkeypatch):
         }
         for part, table in dflash.parameters(drafter).items()
     }
-    real = jax.tree.leaves(dflash.DFlash(drafter, arrays))
+    real = jax.tree.leaves(dflash.DFlash(drafter, arrays, mesh))
     abstract = jax.tree.leaves(abstract_engine(target, drafter, mesh, 256).models.drafter)
     assert [(leaf.shape, leaf.dtype) for leaf in real] == [(leaf.shape, leaf.dtype) for leaf in abstract]
     for one, other in zip(real, abstract, strict=True):

@@ -2,12 +2,12 @@
 
 ::
 
-    L5   generate  completion  output  prefix_cache  __init__      experiments ──► everything
+    L5   generate  completion  output  placement  prefix_cache  __init__      experiments ──► everything
     L4   decode                                                    checkpoints_tools ──► ddtree_jax
     L3   kimi     dflash
     L2   layers   cache   tree   sampling   penalties   checkpoint   expert_layout   prompts
     L1   pallas/*
-    L0   arguments   config   sharding   quant   tokenizer   sampling_params   vocabulary
+    L0   arguments   config   hosts   sharding   quant   tokenizer   sampling_params   vocabulary
 """
 
 import ast
@@ -22,16 +22,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("ddtree_jax", "checkpoints_tools", "experiments")
 LEVELS = (
-    ("arguments", "config", "sharding", "quant", "tokenizer", "sampling_params", "vocabulary"),
+    ("arguments", "config", "hosts", "sharding", "quant", "tokenizer", "sampling_params", "vocabulary"),
     ("pallas",),
     ("layers", "cache", "tree", "sampling", "penalties", "checkpoint", "expert_layout", "prompts"),
     ("kimi", "dflash"),
     ("decode",),
-    ("completion", "output", "prefix_cache", "generate", "__init__"),
+    ("completion", "output", "placement", "prefix_cache", "generate", "__init__"),
 )
 LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 # Imports inside a level that are meant; any other sibling is out of reach.
 SIBLINGS = {
+    "hosts": {"arguments"},
     "quant": {"config"},
     "tokenizer": {"arguments"},
     "sampling_params": {"arguments"},
@@ -39,7 +40,7 @@ SIBLINGS = {
     "pallas": {"pallas"},
     "checkpoint": {"expert_layout"},
     "output": {"completion"},
-    "generate": {"completion", "output", "prefix_cache"},
+    "generate": {"completion", "output", "placement", "prefix_cache"},
     "__init__": {"completion", "generate"},
 }
 # Less than everything below: kernels take plain arrays, and the loop knows no model.

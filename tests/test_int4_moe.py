@@ -324,21 +324,30 @@ def sharded_experts(mesh_text: str | None) -> tuple[kimi.Experts, kimi.Experts, 
     mesh = make_mesh(mesh_text)
     arrays = initialize({"layer": infos}, jax.random.key(0), jnp.float32)["layer"]
     placed = {name: jax.device_put(array, sharding_of(infos[name], mesh, name)) for name, array in arrays.items()}
-    plain = kimi.Experts(config, placed)
+    plain = kimi.Experts(config, placed, mesh)
     kimi.pack_experts({"layer": placed}, mesh)
     assert not set(placed) & set(ExpertWeights._fields), "the unpacked experts of a layer are given up before the next"
-    return plain, kimi.Experts(config, placed), config
+    return plain, kimi.Experts(config, placed, mesh), config
+
+
+def shared_shapes(config: KimiConfig) -> list[tuple[int, int]]:
+    """Gate, up and down of the shared expert."""
+    return [info.shape for info in kimi.SharedExpert.parameters(config).values()]
 
 
 @pytest.mark.parametrize("mesh", [None, "tensor=4", "expert=8", "expert=4,tensor=2"])
-def test_blocks_on_a_mesh_equal_plain_experts(mesh: str | None) -> None:
+def test_experts_on_a_mesh_equal_one_device(mesh: str | None) -> None:
     plain, blocks, config = sharded_experts(mesh)
     rng = np.random.default_rng(8)
     x_TD = jnp.asarray(rng.normal(size=(5, config.hidden_size)), jnp.float32)
     expert_TX = jnp.asarray(rng.integers(0, config.n_routed_experts, (5, config.num_experts_per_tok)), jnp.int32)
     weight_TX = jnp.asarray(rng.random(expert_TX.shape), jnp.float32)
-    expected_TD, y_TD = (jax.jit(experts)(x_TD, expert_TX, weight_TX) for experts in (plain, blocks))
-    assert relative_error(y_TD, np.asarray(expected_TD, np.float64)) < 1e-5
+    shared = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shared_shapes(config))
+    one_device = sharded_experts(None)[0]
+    expected_TD = np.asarray(jax.jit(one_device)(x_TD, expert_TX, weight_TX, shared), np.float64)
+    for experts in (plain, blocks):
+        y_TD = jax.jit(experts)(x_TD, expert_TX, weight_TX, shared)
+        assert relative_error(y_TD, expected_TD) < 1e-5
     shards = blocks.down_EMKmw[...].addressable_shards
     assert sum(shard.data.size for shard in shards) == blocks.down_EMKmw[...].size
 
@@ -349,6 +358,7 @@ def test_blocks_on_a_mesh_go_through_the_kernel() -> None:
         jax.ShapeDtypeStruct((5, config.hidden_size), jnp.bfloat16),
         jax.ShapeDtypeStruct((5, config.num_experts_per_tok), jnp.int32),
         jax.ShapeDtypeStruct((5, config.num_experts_per_tok), jnp.float32),
+        tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shared_shapes(config)),
     )
     lowered = jax.jit(blocks.__call__).trace(*arguments).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
