@@ -12,6 +12,7 @@ from simt_numpy import Memory, NumpyThreads, shared
 from ddtree_jax.pallas.skinny_gemm import (
     Config,
     Output,
+    choose_config,
     choose_shape,
     pack_weights,
     skinny_gemm,
@@ -118,6 +119,14 @@ def test_spans_are_equal_and_have_owners(num_blocks):
     assert [shape.owner(step) for step in range(shape.total_steps)] == [b for b, span in enumerate(spans) for _ in span]
     assert max(map(len, spans)) - min(map(len, spans)) <= 1
     assert shape.is_split or all(span.start % shape.num_steps == 0 for span in spans)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "columns", "num_blocks"), [(33, 112, 132), (112, 16, 112), (16, 8, 16), (14, 112, 132), (320, 112, 132)]
+)
+def test_tiles_are_shared_out_where_reading_them_takes_long(tiles, columns, num_blocks):
+    blocks = jax.ShapeDtypeStruct((tiles, columns, 1, 64, 64), jnp.bfloat16)
+    assert choose_config(blocks, Config()).num_blocks == num_blocks
 
 
 def as_words(dtype, size):

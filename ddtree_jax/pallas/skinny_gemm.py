@@ -5,6 +5,7 @@ launch with an output each: the query's and the latent's first projections, or t
 up. `pack_weights` lays them out when they are loaded; nothing in a step of decoding moves them.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ def skinny_gemm(
     reference = functools.partial(skinny_gemm_reference, outputs=outputs, num_groups=num_groups)
     try:
         simt.check_device()
-        config = device_config()
+        config = choose_config(blocks, device_config())
         choose_shape(x_TK, blocks, outputs, num_groups, config)
     except NotImplementedError:
         return reference(x_TK, blocks)
@@ -125,6 +126,17 @@ def device_config() -> Config:
     if not capability.startswith("9."):
         raise NotImplementedError(f"compute capability {capability}; 9.0 is needed")
     return Config(num_blocks=getattr(device, "core_count", Config().num_blocks))
+
+
+def choose_config(blocks: Any, config: Config) -> Config:
+    """As many blocks as there are tiles where sharing tiles out would take longer than it gains, else all of them."""
+    tiles = blocks.shape[0]
+    if tiles > config.num_blocks:
+        return config
+    num_bytes = 2 * math.prod(blocks.shape)
+    all_rates = (tiles * config.block_bytes_a_microsecond, config.bytes_a_microsecond)
+    gain = num_bytes / min(all_rates) - num_bytes / config.bytes_a_microsecond
+    return config if gain > config.split_microseconds else dataclasses.replace(config, num_blocks=tiles)
 
 
 def choose_shape(

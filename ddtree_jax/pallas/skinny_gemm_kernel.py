@@ -46,12 +46,19 @@ _PAD = 4  # Floats behind a token's sums, so that a warp's stores meet all banks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """``num_blocks`` run at once, one a multiprocessor; a step has ``step_blocks`` blocks of 64 columns."""
+    """``num_blocks`` run at once, one a multiprocessor; a step has ``step_blocks`` blocks of 64 columns.
+
+    The times decide whether tiles are shared out (`skinny_gemm.choose_config`): what a part that is handed over costs, and
+    what one block and all of them read.
+    """
 
     num_blocks: int = 132
     step_blocks: int = 2
     max_stages: int = 16
     shared_bytes: int = 220_000
+    split_microseconds: float = 2.0
+    block_bytes_a_microsecond: float = 60e3
+    bytes_a_microsecond: float = 4.57e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
