@@ -50,16 +50,19 @@ class Case:
 
     def draw(self) -> list[list[jax.Array]]:
         """Copies of the weights [O, K], or [2, F, K] gated, round 0 and of a size that keeps products near 1."""
-        copies = []
-        for i, shape in enumerate(self.weight_shapes):
-            draw = jax.jit(functools.partial(_draw, shape=shape, num_copies=self.num_copies))
-            copies.append(draw(jax.random.key(i)))
-        return [list(weights) for weights in zip(*copies, strict=True)]
+        stacks = [_draw(jax.random.key(i), (self.num_copies, *shape)) for i, shape in enumerate(self.weight_shapes)]
+        return [[_take(stack, number) for stack in stacks] for number in range(self.num_copies)]
 
 
-def _draw(key: jax.Array, shape: tuple[int, ...], num_copies: int) -> list[jax.Array]:
-    keys = jax.random.split(key, num_copies)
-    return [jax.random.normal(keys[i], shape, jnp.bfloat16) * (shape[-1] ** -0.5) for i in range(num_copies)]
+@functools.partial(jax.jit, static_argnums=1)
+def _draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16) * shape[-1] ** -0.5
+
+
+@jax.jit
+def _take(stack: jax.Array, number: int) -> jax.Array:
+    """One program for all copies: an index that is static would be compiled for each of them."""
+    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
 
 
 CASES = (
