@@ -185,7 +185,7 @@ def measure(nodes: list[int], runs: int, cases: Sequence[Case] = CASES) -> Itera
             seconds, num_bytes = sum(times.values()), case.bytes(count)
             yield {
                 "benchmark": "skinny_gemm",
-                "case": {"projection": case.name, "nodes": count, "blocks": config.num_blocks, "seed": 0},
+                "case": {"projection": case.name, "nodes": count, **_sharing(config), "seed": 0},
                 "seconds": seconds,
                 "reference_seconds": sum(reference.values()),
                 "ceiling_seconds": num_bytes / BYTES_PER_SECOND,
@@ -195,6 +195,10 @@ def measure(nodes: list[int], runs: int, cases: Sequence[Case] = CASES) -> Itera
                 "runs": runs,
                 "error": error(our_program(x_TK, *packed[0]), float64(case, x_TK, weights[0])),
             }
+
+
+def _sharing(config: Config) -> dict[str, int]:
+    return {"cluster": config.cluster} if config.cluster > 1 else {"blocks": config.num_blocks}
 
 
 def _compile(call: Callable[..., Any], tokens: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[Any]:

@@ -20,7 +20,7 @@ from ddtree_jax.pallas.skinny_gemm import (
     skinny_gemm_reference,
     unpack_weights,
 )
-from ddtree_jax.pallas.skinny_gemm_kernel import Shape, finish, launch, num_stages, store_part
+from ddtree_jax.pallas.skinny_gemm_kernel import Shape, finish, finish_cluster, launch, num_stages, store_part
 
 MIXED = (Output(width=76), Output(width=20, dtype=jnp.float32), Output(width=36, is_gated=True))
 
@@ -104,11 +104,12 @@ def test_kernel_sums_agree_with_float64(num_tokens, columns, warpgroups, num_gro
     assert error(sums, np.einsum("tgk,gok->tgo", inputs, split).reshape(num_tokens, -1)) < 1e-6
 
 
-def split_shape(outputs, num_tokens, num_blocks, warpgroups):
+def split_shape(outputs, num_tokens, num_blocks, warpgroups, cluster=1):
     x = jax.ShapeDtypeStruct((num_tokens, 7 * 64), jnp.bfloat16)
     tiles = -(-sum(output.num_blocks for output in outputs) // warpgroups)
     blocks = jax.ShapeDtypeStruct((tiles, 7, warpgroups, 64, 64), jnp.bfloat16)
-    return choose_shape(x, blocks, outputs, 1, Config(num_blocks=num_blocks))
+    config = Config(num_blocks=num_blocks, cluster=cluster, step_blocks=1 if cluster > 1 else 2)
+    return choose_shape(x, blocks, outputs, 1, config)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 5, 12, 35])
@@ -118,15 +119,17 @@ def test_spans_are_equal_and_have_owners(num_blocks):
     assert [step for span in spans for step in span] == list(range(shape.total_steps))
     assert [shape.owner(step) for step in range(shape.total_steps)] == [b for b, span in enumerate(spans) for _ in span]
     assert max(map(len, spans)) - min(map(len, spans)) <= 1
-    assert shape.is_split or all(span.start % shape.num_steps == 0 for span in spans)
+    assert shape.has_parts or all(span.start % shape.num_steps == 0 for span in spans)
 
 
 @pytest.mark.parametrize(
-    ("tiles", "columns", "num_blocks"), [(33, 112, 132), (112, 16, 112), (16, 8, 16), (14, 112, 132), (320, 112, 132)]
+    ("tiles", "columns", "num_blocks", "cluster"),
+    [(33, 112, 132, 3), (14, 112, 132, 6), (24, 24, 132, 4), (112, 16, 112, 1), (16, 8, 16, 1), (320, 112, 132, 1)],
 )
-def test_tiles_are_shared_out_where_reading_them_takes_long(tiles, columns, num_blocks):
+def test_tiles_are_shared_out_by_what_reading_them_takes(tiles, columns, num_blocks, cluster):
     blocks = jax.ShapeDtypeStruct((tiles, columns, 1, 64, 64), jnp.bfloat16)
-    assert choose_config(blocks, Config()).num_blocks == num_blocks
+    config = choose_config(blocks, Config())
+    assert (config.num_blocks, config.cluster) == (num_blocks, cluster)
 
 
 def as_words(dtype, size):
@@ -185,19 +188,57 @@ def test_parts_are_added_in_order_and_rounded_once(num_tokens, num_blocks, warpg
     np.testing.assert_allclose(np.float32(found[2]), expected[2], rtol=2**-8)
 
 
+def load_four(threads, memories, i, index):
+    return threads.load_vector(memories[i], index, 4)
+
+
+@pytest.mark.parametrize(("num_tokens", "cluster", "warpgroups"), [(3, 2, 1), (16, 5, 2), (64, 7, 1), (33, 3, 2)])
+def test_a_cluster_shares_out_its_tile(num_tokens, cluster, warpgroups):
+    shape = split_shape(MIXED, num_tokens, 132, warpgroups, cluster)
+    assert shape.num_blocks == cluster * shape.num_tiles and not shape.has_parts
+    rng = np.random.default_rng(cluster)
+    sums = rng.standard_normal((shape.num_tiles, cluster, shape.num_tokens, shape.sums_stride), np.float32)
+    outs = [as_words(output.dtype, num_tokens * output.width) for output in MIXED]
+    for tile, rank in np.ndindex(shape.num_tiles, cluster):
+        start, end = shape.span(tile * cluster + rank)
+        assert tile * shape.num_steps <= start < end <= (tile + 1) * shape.num_steps
+        threads, memories = NumpyThreads(shape.num_threads), [Memory(staged.reshape(-1)) for staged in sums[tile]]
+        numbers = (threads.value(np.int32, number) for number in (tile, rank))
+        finish_cluster(
+            threads, shape, *numbers, functools.partial(load_four, threads, memories), threads.barrier, *outs
+        )
+    totals = functools.reduce(np.add, np.moveaxis(sums, 1, 0))[..., : shape.rows]
+    rows = np.moveaxis(totals, 1, 0).reshape(shape.num_tokens, -1)[:num_tokens]
+    for (y, begin), output in zip(((outs[0], 0), (outs[1], 128)), MIXED[:2], strict=True):
+        found = y.array.view(output.dtype).reshape(num_tokens, output.width)
+        np.testing.assert_array_equal(found, rows[:, begin : begin + output.width].astype(output.dtype))
+    assert np.isfinite(outs[2].array.view(jnp.bfloat16).astype(np.float32)).all()
+
+
 def test_a_tile_of_one_block_needs_no_parts():
     shape = split_shape(MIXED, 8, 5, 1)
-    assert not shape.is_split
+    assert not shape.has_parts
     sums = [{tile: np.full((8, 64), tile, np.float32)} for tile in range(5)]
     found = run_finish(shape, sums)
     assert (found[0][:, :64] == 0).all() and (found[0][:, 64:] == 1).all() and (found[1] == 2).all()
 
 
-def test_kernel_lowers_for_cuda():
-    """Whole tiles of all kinds of outputs; split ones are lowered below."""
-    blocks = pack_weights(random_weights(MIXED, 448), MIXED, 2)
-    kernel = functools.partial(skinny_gemm_gpu, outputs=MIXED, config=Config(num_blocks=3))
-    lowered = jax.jit(kernel).trace(random_tokens(9, 448), blocks).lower(lowering_platforms=("cuda",))
+def test_values_in_the_middle_are_rounded_to_even_and_nan_stays_nan():
+    shape = split_shape(MIXED, 8, 5, 1)
+    # A GPU's own NaN has all bits set, and rounding up would make it zero.
+    bits = np.array([0x3F808000, 0x3F818000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0x7F7FFFFF], np.uint32)
+    sums = np.zeros((8, 64), np.float32)
+    sums[:, : bits.size] = bits.view(np.float32)
+    found = run_finish(shape, [{tile: sums} for tile in range(5)])[0][0, : bits.size].view(np.uint16)
+    np.testing.assert_array_equal(found, [0x3F80, 0x3F82, 0x7FC0, 0x7FC0, 0x7F80, 0x7F80])
+
+
+@pytest.mark.parametrize("config", [Config(num_blocks=3), Config(num_blocks=2), Config(cluster=2)])
+def test_kernel_lowers_for_cuda(config):
+    """Whole tiles, parts that go through device memory, and clusters; all kinds of outputs."""
+    blocks = pack_weights(random_weights(MIXED, 256), MIXED, 2)
+    kernel = functools.partial(skinny_gemm_gpu, outputs=MIXED, config=config)
+    lowered = jax.jit(kernel).trace(random_tokens(9, 256), blocks).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
     assert [(y.shape, y.dtype) for y in lowered.out_info] == [((9, output.width), output.dtype) for output in MIXED]
 

@@ -19,7 +19,7 @@ from ddtree_jax.pallas import simt
 from ddtree_jax.pallas.skinny_gemm_kernel import SIDE, Config, Output, Shape, launch, num_stages
 
 MAX_TOKENS = 64
-_MAX_STEP_ROWS = 256  # The copy engine's box.
+MAX_CLUSTER = 8
 
 
 def pack_weights(
@@ -129,14 +129,22 @@ def device_config() -> Config:
 
 
 def choose_config(blocks: Any, config: Config) -> Config:
-    """As many blocks as there are tiles where sharing tiles out would take longer than it gains, else all of them."""
-    tiles = blocks.shape[0]
-    if tiles > config.num_blocks:
-        return config
-    num_bytes = 2 * math.prod(blocks.shape)
-    all_rates = (tiles * config.block_bytes_a_microsecond, config.bytes_a_microsecond)
-    gain = num_bytes / min(all_rates) - num_bytes / config.bytes_a_microsecond
-    return config if gain > config.split_microseconds else dataclasses.replace(config, num_blocks=tiles)
+    """The fastest way to share out tiles, by the times of ``config``: not at all, in clusters, or in equal spans."""
+    tiles, num_bytes = blocks.shape[0], 2 * math.prod(blocks.shape)
+
+    def seconds(num_blocks: int, extra: float) -> float:
+        return num_bytes / min(num_blocks * config.block_bytes_a_microsecond, config.bytes_a_microsecond) + extra
+
+    ways = [(seconds(config.num_blocks, config.split_microseconds), config)]
+    if tiles <= config.num_blocks:
+        ways.append((seconds(tiles, 0.0), dataclasses.replace(config, num_blocks=tiles)))
+    for size in range(2, MAX_CLUSTER + 1):
+        # Multiprocessors that a group has left over hold no cluster.
+        room = config.num_blocks // config.group_size * (config.group_size // size)
+        if tiles <= room and size <= blocks.shape[1] // config.step_blocks:
+            clustered = dataclasses.replace(config, cluster=size)
+            ways.append((seconds(tiles * size, config.cluster_microseconds), clustered))
+    return min(ways, key=lambda way: way[0])[1]
 
 
 def choose_shape(
@@ -167,7 +175,10 @@ def choose_shape(
             raise NotImplementedError(f"an output is {output.width} wide; a multiple of 4 is needed")
         if output.dtype not in (jnp.bfloat16, jnp.float32):
             raise NotImplementedError(f"an output has dtype {output.dtype}; bfloat16 or float32 is needed")
-    step_blocks = math.gcd(columns, config.step_blocks, _MAX_STEP_ROWS)
+    step_blocks = math.gcd(columns, config.step_blocks)
+    cluster = min(config.cluster, columns // step_blocks)
+    if not 1 <= cluster <= MAX_CLUSTER:
+        raise NotImplementedError(f"a cluster of {config.cluster} blocks; 1 to {MAX_CLUSTER} are needed")
     shape = Shape(
         num_tokens=T + -T % 8,
         num_stored=T,
@@ -175,7 +186,8 @@ def choose_shape(
         num_columns=columns,
         warpgroups=warpgroups,
         tiles_a_group=tiles // num_groups,
-        num_blocks=min(config.num_blocks, tiles * columns // step_blocks),
+        num_blocks=tiles * cluster if cluster > 1 else min(config.num_blocks, tiles * columns // step_blocks),
+        cluster=cluster,
         step_blocks=step_blocks,
         outputs=outputs,
     )

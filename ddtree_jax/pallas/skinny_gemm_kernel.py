@@ -15,6 +15,9 @@ block goes straight to the outputs. Of one that blocks share, the block that has
 the order of blocks: the same on every run. No block waits before it has handed over its own part, so that none waits for
 itself, and every tail has been there for the length of a span when it is asked for.
 
+Where a tile has as many blocks of its own as a cluster, they read each other's shared memory instead, each of them adding
+up its share of the tile, in the same order: no way through the second cache, but multiprocessors that clusters leave over.
+
 Bytes: the weight, and for every step its columns of the tokens, which lie in the second cache; 4.57 TB/s on an H200.
 """
 
@@ -28,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import llvm
 from jaxtyping import Array, BFloat16
@@ -48,15 +52,20 @@ _PAD = 4  # Floats behind a token's sums, so that a warp's stores meet all banks
 class Config:
     """``num_blocks`` run at once, one a multiprocessor; a step has ``step_blocks`` blocks of 64 columns.
 
-    The times decide whether tiles are shared out (`skinny_gemm.choose_config`): what a part that is handed over costs, and
-    what one block and all of them read.
+    With a ``cluster`` above 1 there are that many blocks for every tile, whatever ``num_blocks`` is.
+
+    The times decide how tiles are shared out (`skinny_gemm.choose_config`): what it costs to add up parts through device
+    memory or in a cluster, and what one block and all of them read. Clusters lie in groups of multiprocessors.
     """
 
     num_blocks: int = 132
+    cluster: int = 1
     step_blocks: int = 2
     max_stages: int = 16
     shared_bytes: int = 220_000
+    group_size: int = 16
     split_microseconds: float = 2.0
+    cluster_microseconds: float = 1.0
     block_bytes_a_microsecond: float = 60e3
     bytes_a_microsecond: float = 4.57e6
 
@@ -87,6 +96,8 @@ class Shape:
     warpgroups: int
     tiles_a_group: int
     num_blocks: int
+    cluster: int
+    """Blocks of a tile that read each other's sums; 1: parts go through device memory."""
     step_blocks: int
     outputs: tuple[Output, ...]
 
@@ -100,9 +111,9 @@ class Shape:
         return self.num_tiles * self.num_steps
 
     @property
-    def is_split(self) -> bool:
-        """Whether any tile lies in several blocks."""
-        return self.num_tiles % self.num_blocks != 0
+    def has_parts(self) -> bool:
+        """Whether any tile lies in several blocks that are no cluster."""
+        return self.cluster == 1 and self.num_tiles % self.num_blocks != 0
 
     @property
     def rows(self) -> int:
@@ -165,19 +176,41 @@ def finish(t: Any, shape: Shape, tile: Any, first: Any, count: Any, sums: Any, p
         return list(flat)
 
     flat = [value for total in totals for value in total]
-    if shape.is_split:
+    if shape.has_parts:
         flat = t.loop(t.divide(count + (unroll - 1), unroll), add, flat)
     for i, (token, row) in enumerate(places):
         _write(t, shape, tile * shape.rows + row, token, flat[4 * i : 4 * i + 4], outs)
 
 
-def _places(t: Any, shape: Shape) -> list[tuple[Any, Any]]:
-    """Token and first of four rows, of every turn of a thread."""
+def finish_cluster(
+    t: Any, shape: Shape, tile: Any, rank: Any, load: Callable, let_go: Callable[[], None], *outs: Any
+) -> None:
+    """Adds up a block's share of a tile, in the order of the cluster's blocks, and writes its outputs.
+
+    ``load(i, index)`` gives four sums of block i; after ``let_go()`` none are loaded any more.
+    """
+    places, totals = _places(t, shape, rank), []
+    for token, row in places:
+        # The last turn may have more threads than places; what lies behind the tokens is not written.
+        index = t.minimum(token, shape.num_tokens - 1) * shape.sums_stride + row
+        total, *others = [load(i, index) for i in range(shape.cluster)]
+        for values in others:
+            total = [x + value for x, value in zip(total, values, strict=True)]
+        totals.append(total)
+    let_go()
+    for (token, row), total in zip(places, totals, strict=True):
+        _write(t, shape, tile * shape.rows + row, token, total, outs)
+
+
+def _places(t: Any, shape: Shape, rank: Any = None) -> list[tuple[Any, Any]]:
+    """Token and first of four rows, of every turn of a thread; of all of them, or of those of one block of the cluster."""
     per_token = shape.rows // 4
-    turns = shape.num_tokens * per_token // shape.num_threads
+    sharing = 1 if rank is None else shape.cluster
+    turns = -(-shape.num_tokens * per_token // (shape.num_threads * sharing))
     places = []
     for turn in range(turns):
-        index = t.thread() + turn * shape.num_threads
+        first = turn * shape.num_threads if rank is None else (rank + turn * sharing) * shape.num_threads
+        index = t.thread() + first
         token = t.divide(index, per_token)
         places.append((token, (index - token * per_token) * 4))
     return places
@@ -275,6 +308,19 @@ class _Block:
             source = self.x.at[:, pl.ds(column, shape.step_blocks * SIDE)]
             plgpu.copy_gmem_to_smem(source, self.x_s.at[slot], self.full.at[slot])
 
+    def stage(self) -> None:
+        """Sums up the block's share of a tile and puts the sums where the cluster can read them."""
+        start, end = self.shape.span(self.index)
+        acc = self._multiply(jnp.int32(0), jnp.int32(0), end - start)
+        _stage_sums(self.sums_s, self.warpgroup, acc, self.shape)
+
+    def add_up(self) -> None:
+        """Outputs of the block's share of the cluster's tile."""
+        cluster = self.shape.cluster
+        refs = [(self.sums_s, FLOAT), *((out, UINT) for out in self.outs)]
+        numbers = [self.index // cluster, lax.rem(self.index, jnp.int32(cluster))]
+        simt.run(functools.partial(_call_cluster, self.shape), refs, numbers)
+
     def compute(self) -> None:
         """Goes through the span, a tile's piece after the other."""
         shape = self.shape
@@ -328,7 +374,7 @@ class _Block:
         w.sync_threads(shape.num_threads)
         _stage_sums(self.sums_s, self.warpgroup, acc, shape)
         w.sync_threads(shape.num_threads)
-        if not shape.is_split:
+        if not shape.has_parts:
             self._finish(tile, jnp.int32(0))
             return
 
@@ -363,6 +409,31 @@ def _call(function: Callable, shape: Shape, t: Any, *args: Any) -> None:
     function(t, shape, *args)
 
 
+def _call_cluster(shape: Shape, t: Any, tile: Any, rank: Any, sums: simt.Memory, *outs: Any) -> None:
+    def load(i: int, index: simt.Value) -> list[simt.Value]:
+        loaded = mgpu.utils.inline_ptx(
+            "{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
+            "ld.shared::cluster.v4.f32 {$0,$1,$2,$3}, [there]; }",
+            sums.at(index),
+            w.i32(i),
+            result_types=[w.f32()] * 4,
+            has_side_effects=True,
+        )
+        return [simt.Value(value, FLOAT) for value in loaded]
+
+    finish_cluster(t, shape, tile, rank, load, functools.partial(_cluster_barrier, "arrive.release"), *outs)
+
+
+def _cluster_barrier(*actions: str) -> None:
+    """A thread's part in the barrier of a cluster's threads: it tells what it has done, or waits to see what all have."""
+    for action in actions:
+        mgpu.utils.inline_ptx(f"barrier.cluster.{action};", has_side_effects=True, convergent=True)
+
+
+def _at_cluster_barrier(*actions: str) -> None:
+    w.inline(0, 0)(functools.partial(_cluster_barrier, *actions))()
+
+
 def num_stages(shape: Shape, config: Config) -> int:
     """Of the ring, as many as shared memory holds beside the sums."""
     free = config.shared_bytes - 4 * shape.num_tokens * shape.sums_stride
@@ -385,19 +456,29 @@ def launch(
     def body(x: Any, blocks: Any, *refs: Any) -> None:
         *outs, parts, x_s, blocks_s, sums_s, full, free = refs
         index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        has_cluster = shape.cluster > 1 and interpret is None
+        if has_cluster:
+            index = index * shape.cluster + lax.axis_index("rank")
         semaphores = None
-        if shape.is_split and interpret is None:
+        if shape.has_parts and interpret is None:
             threads = shape.num_threads + _WARPGROUP
             size = 1 + shape.num_tiles
             semaphores = w.open_semaphores(size, index, shape.num_blocks, threads, shape.num_threads)
         memories = (x, blocks, parts, outs, x_s, blocks_s, sums_s, full, free)
         block = _Block(shape, index, warpgroup, *memories, semaphores, interpret is not None)
         pl.when(warpgroup == shape.warpgroups)(block.fetch)
-        pl.when(warpgroup < shape.warpgroups)(block.compute)
+        pl.when(warpgroup < shape.warpgroups)(block.stage if has_cluster else block.compute)
+        if has_cluster:
+            _at_cluster_barrier("arrive.release", "wait.acquire")
+            pl.when(warpgroup < shape.warpgroups)(block.add_up)
+            pl.when(warpgroup == shape.warpgroups)(lambda: _at_cluster_barrier("arrive.release"))
+            # No block may end while another one reads its sums.
+            _at_cluster_barrier("wait.acquire")
 
+    cluster = 1 if interpret is not None else shape.cluster
     swizzled = (plgpu.TilingTransform((8, SIDE)), plgpu.SwizzleTransform(128))
     pieces = (shape.max_pieces, shape.warpgroups, SIDE, shape.num_tokens)
-    parts_shape = pieces if interpret is not None else (shape.num_tokens, shape.rows) if shape.is_split else (4,)
+    parts_shape = pieces if interpret is not None else (shape.num_tokens, shape.rows) if shape.has_parts else (4,)
     outputs = () if interpret is not None else shape.outputs
     results = plgpu.kernel(
         body,
@@ -405,8 +486,9 @@ def launch(
             *(jax.ShapeDtypeStruct((shape.num_stored, output.width), output.dtype) for output in outputs),
             jax.ShapeDtypeStruct((shape.num_blocks, *parts_shape), jnp.float32),
         ),
-        grid=(shape.num_blocks,),
+        grid=(shape.num_blocks // cluster,),
         grid_names=("block",),
+        **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),
         num_threads=shape.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="skinny_gemm",
