@@ -8,7 +8,6 @@ from small_pairs import make_pair
 
 from ddtree_jax import DecodeConfig, Engine, SamplingParams
 from ddtree_jax.decode import MODES
-from ddtree_jax.generate import BATCH_BUCKETS, PREFILL_BUCKETS
 
 RANDOM = np.random.default_rng(21)
 PROMPTS = [RANDOM.integers(0, 37, RANDOM.integers(1, 40)).tolist() for _ in range(64)]
@@ -59,7 +58,8 @@ def test_a_sequence_is_a_function_of_its_prompt_params_and_number(engine):
     """Neighbours of all kinds, more of them, or fewer: sequence 2 stays what it is; under another number it does not."""
     prompt, params = PROMPTS[5], SamplingParams(max_new_tokens=17, temperature=0.9, seed=4, top_p=0.9, logprobs=True)
     outputs = []
-    for neighbours, mode in itertools.product((range(10, 12), range(20, 23), range(1, 64)), MODES):
+    few = (range(10, 12), "ddtree"), (range(20, 23), "ar")
+    for neighbours, mode in (*few, *((range(1, 64), mode) for mode in MODES)):
         prompts, settings = [PROMPTS[number] for number in neighbours], [PARAMS[number] for number in neighbours]
         prompts.insert(2, prompt)
         settings.insert(2, params)
@@ -84,11 +84,10 @@ def test_number_of_programs_is_bounded(engine):
     programs = engine._prefill, engine._begin, engine._decode_rounds
     other = make_pair("plain", max_length=137).engine
     before = [program._cache_size() for program in programs]
-    for size, length in itertools.product((1, 2, 3, 4), (1, 16, 17, 64, 65, 100, 120, 130)):
+    for size, length in itertools.product((1, 3, 4), (1, 16, 17, 64)):
         prompt = RANDOM.integers(0, 37, length).tolist()
         other.generate([prompt] * size, SamplingParams(max_new_tokens=2), DecodeConfig(mode="ar"))
-    num_sizes = len([size for size in BATCH_BUCKETS if size <= 4])
-    num_widths = len([width for width in PREFILL_BUCKETS if width <= 256])
+    num_sizes, num_widths = 2, 2  # filled up to 1 or 4 sequences, and to 16 or 64 tokens
     grown = [program._cache_size() - size for program, size in zip(programs, before, strict=True)]
     assert grown == [num_sizes * num_widths, num_sizes, num_sizes]
     for budget, top_logprobs in itertools.product((1, 2, 3), (0, 1, 5)):

@@ -5,10 +5,12 @@ here is left to chance.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax import Array
@@ -60,7 +62,14 @@ def next_probabilities(target: Target, output: list[int]) -> np.ndarray:
     return distribution(penalized(logits_V, OPTIONS, PROMPT, output, ()), OPTIONS)
 
 
-def count_draws(engine: Engine, mode: str, num_draws: int) -> tuple[np.ndarray, float]:
+@pytest.fixture
+def count_draws(monkeypatch) -> Callable:
+    """`draws`, without checks of every call's types, which would take a third of the time. Others hold them."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    return draws
+
+
+def draws(engine: Engine, mode: str, num_draws: int) -> tuple[np.ndarray, float]:
     """How often each triple was drawn, [V, V, V], and the tokens a round committed."""
     counts_VVV = np.zeros((engine.models.target.config.vocab_size,) * NUM_TOKENS, int)
     accepted = []
@@ -84,7 +93,7 @@ def p_value(counts: np.ndarray, exact: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_draws_have_the_exact_distribution(pair, exact, mode):
+def test_draws_have_the_exact_distribution(pair, exact, count_draws, mode):
     counts, accepted = count_draws(pair.engine, mode, NUM_DRAWS)
     assert np.sum(exact * NUM_DRAWS >= LEAST_EXPECTED) > 100
     assert p_value(counts, exact) > 1e-3
@@ -152,7 +161,7 @@ FAULTS = ((share_noise, "ddtree"), (accept_by_ratio, "chain"), (filter_after_dra
 
 
 @pytest.mark.parametrize(("number", "plant", "mode"), [(number, *fault) for number, fault in enumerate(FAULTS, 1)])
-def test_planted_faults_are_found(exact, monkeypatch, number, plant, mode):
+def test_planted_faults_are_found(exact, count_draws, monkeypatch, number, plant, mode):
     # Caches of another length, so that programs are traced anew, and are nobody else's afterwards.
     engine = make_pair("least", max_length=MAX_LENGTH + number).engine
     plant(monkeypatch)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from small_pairs import make_pair
 
 from ddtree_jax import Completion, DecodeConfig, Engine, SamplingParams, Stats
 from ddtree_jax.completion import TextStream
@@ -17,7 +18,6 @@ from ddtree_jax.generate import ALL_ROUNDS, STREAM_ROUNDS
 pytest_plugins = ["engines"]
 
 PROMPT = np.random.default_rng(5).integers(0, 500, 13).tolist()
-OTHER = np.random.default_rng(6).integers(0, 500, 11).tolist()
 TREE = DecodeConfig(mode="ddtree", budget=15)
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -51,24 +51,26 @@ def inputs_of_loop(engine: Engine, decode: DecodeConfig, sampling: SamplingParam
     return taken.value.args
 
 
-def test_settings_share_a_program(golden_engine, compilations):
+def test_settings_share_a_program(compilations):
     """Any budget in a bucket, any number of new tokens, seed and filter: one program. The next bucket: another."""
-    golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=3, logprobs=True), TREE)
-    before, size = compilations[COMPILED], golden_engine._decode_rounds._cache_size()
+    engine = make_pair("plain", max_length=59).engine  # caches of a length that no other engine has
+    one, other = [3, 1, 4, 1, 5, 9], [2, 7, 1]
+    engine.generate(one, SamplingParams(max_new_tokens=3, logprobs=True), TREE)
+    before, size = compilations[COMPILED], engine._decode_rounds._cache_size()
     for budget, params in (
         (15, SamplingParams(max_new_tokens=19)),
         (8, SamplingParams(max_new_tokens=2)),
         (11, SamplingParams(max_new_tokens=5, temperature=0.7, seed=2**32 - 1)),
         (13, SamplingParams(max_new_tokens=5, temperature=1.3, seed=1, top_p=0.9, top_k=7, min_p=0.01)),
-        (15, SamplingParams(max_new_tokens=5, min_new_tokens=5, stop_token_ids=(3, 5), logprobs=True)),
+        (15, SamplingParams(max_new_tokens=5, min_new_tokens=5, stop_token_ids=(3, 7), logprobs=True)),
     ):
-        golden_engine.generate(PROMPT, params, DecodeConfig(mode="ddtree", budget=budget))
-        golden_engine.generate(OTHER, params, DecodeConfig(mode="ddtree", budget=budget))
+        engine.generate(one, params, DecodeConfig(mode="ddtree", budget=budget))
+        engine.generate(other, params, DecodeConfig(mode="ddtree", budget=budget))
     assert compilations[COMPILED] == before
-    assert golden_engine._decode_rounds._cache_size() == size
-    golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=2), DecodeConfig(mode="ddtree", budget=3))
+    assert engine._decode_rounds._cache_size() == size
+    engine.generate(one, SamplingParams(max_new_tokens=2), DecodeConfig(mode="ddtree", budget=3))
     assert compilations[COMPILED] > before
-    assert golden_engine._decode_rounds._cache_size() == size + 1
+    assert engine._decode_rounds._cache_size() == size + 1
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -93,7 +95,7 @@ def test_second_call_compiles_nothing(golden_engine, compilations, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_program_never_calls_back(golden_engine, monkeypatch, mode):
-    """Neither the lowered nor the compiled program calls Python or talks to the host."""
+    """Neither the lowered program nor, of trees, the compiled one calls Python or talks to the host."""
     decode = DecodeConfig(mode=mode, budget=15)
     sampling = SamplingParams(max_new_tokens=9, temperature=0.5, top_p=0.5)
     args, kwargs = inputs_of_loop(golden_engine, decode, sampling, monkeypatch)
@@ -101,7 +103,8 @@ def test_program_never_calls_back(golden_engine, monkeypatch, mode):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     lowered = golden_engine._decode_rounds.lower(*args, **kwargs)
     calls_back = jax.jit(lambda x: jax.pure_callback(lambda x: x, x, x)).lower(jnp.ones(3))
-    for form in (lambda program: program.as_text(), lambda program: program.compile().as_text()):
+    forms = (lambda program: program.as_text(), lambda program: program.compile().as_text())
+    for form in forms if mode == "ddtree" else forms[:1]:
         assert "callback" in form(calls_back)
         text = form(lowered)
         assert "while" in text

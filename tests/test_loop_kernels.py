@@ -18,11 +18,6 @@ pytest_plugins = ["engines"]
 VOCAB, NODES, DEPTH = 50, 16, 3
 
 
-def nodes() -> tree.Tree:
-    logits_BLV = jnp.asarray(np.random.default_rng(0).normal(size=(2, DEPTH, VOCAB)), jnp.float32)
-    return tree.grow(jnp.zeros(2, jnp.int32), logits_BLV, jnp.int32(NODES - 1), NODES, NODES - 1)
-
-
 def grow(logits_BLV: jax.Array) -> tree.Tree:
     return tree.grow(jnp.zeros(2, jnp.int32), logits_BLV, jnp.int32(NODES - 1), NODES, NODES - 1)
 
@@ -30,6 +25,10 @@ def grow(logits_BLV: jax.Array) -> tree.Tree:
 def expand(logp_BLK: jax.Array) -> tree.Tree:
     token_BLK = jnp.zeros(logp_BLK.shape, jnp.int32)
     return tree.expand(jnp.zeros(2, jnp.int32), token_BLK, logp_BLK, jnp.int32(5), NODES)
+
+
+def walk(drawn_BN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return tree.walk(grow(jnp.zeros((2, DEPTH, VOCAB))), drawn_BN, DEPTH)
 
 
 def commit(slots_BSW: jax.Array) -> list[jax.Array]:
@@ -47,7 +46,7 @@ def draw(logits_BNV: jax.Array) -> jax.Array:
 CALLS = [
     (grow, (2, DEPTH, VOCAB), ("tree_expand_top", "tree_expand_grow")),
     (expand, (2, DEPTH, 7), ("tree_expand_grow",)),
-    (functools.partial(tree.walk, nodes(), depth=DEPTH), (2, NODES), ("accept_path",)),
+    (walk, (2, NODES), ("accept_path",)),
     (commit, (2, 20, 6), ("commit_rows",)),
     (draw, (2, NODES, VOCAB), ("sample_best", "sample_merge", "sample_add_up", "sample_collect", "sample_draw")),
 ]
@@ -58,8 +57,8 @@ def test_kernels_where_they_run(call: Callable, shape: tuple, names: tuple, monk
     like = jax.ShapeDtypeStruct(shape, jnp.int32 if names == ("accept_path",) else jnp.float32)
 
     def program(platform: str) -> str:
-        jax.clear_caches()  # What is traced depends on the number of devices.
-        return jax.jit(call).trace(like).lower(lowering_platforms=(platform,)).as_text()
+        fresh = functools.partial(call)  # What is traced depends on the number of devices.
+        return jax.jit(fresh).trace(like).lower(lowering_platforms=(platform,)).as_text()
 
     assert "mosaic_gpu" not in program("cuda")  # Several devices outside shard_map.
     monkeypatch.setattr(jax, "device_count", lambda: 1)

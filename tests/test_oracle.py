@@ -66,7 +66,7 @@ CI_SHAPES = {
     "plain": [
         Shape("ar", (0, 63), (3, 4), True),
         Shape("chain", (1, 8), (3, 4), False),
-        Shape("ddtree", (0, 7), (3, 4), False),
+        Shape("ddtree", (4, 7), (3, 4), False),
     ],
     "yarn": [
         Shape("ddtree", (8, 15), (1, 1), False),

@@ -43,12 +43,11 @@ def same(one: Completion, other: Completion) -> None:
     np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "mode"), [*((1, mode) for mode in MODES), (3, "ddtree")])
 def test_turns_equal_those_from_scratch(engines, mode, batch):
     """Tokens, and rounds too: the drafter's context goes on as well as the target's."""
     params = SamplingParams(max_new_tokens=13, temperature=0.3, seed=2, logprobs=True, ignore_eos=True)
-    decode = DecodeConfig(mode=mode, budget=7)
+    decode = DecodeConfig(mode=mode, budget=15)
     first = [ids(9 + number) for number in range(batch)]
     questions = [[ids(3 + number) for number in range(batch)] for _ in range(4)]
     cached, plain = (turns(engine, first, questions, params, decode) for engine in engines)
@@ -72,7 +71,7 @@ def test_a_turn_without_drafts_costs_the_next_no_acceptance(engines):
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, logprobs=True)
     prompt = ids(12)
     said = [*prompt, *engine.generate(prompt, params, DecodeConfig(mode="ar"))[0].token_ids]
-    done, scratch = (one.generate(said, params, DecodeConfig(budget=31))[0] for one in engines)
+    done, scratch = (one.generate(said, params)[0] for one in engines)
     same(done, scratch)
     assert done.stats.accepted_lengths == scratch.stats.accepted_lengths
     assert done.stats.cached_tokens == len(prompt)
@@ -81,7 +80,7 @@ def test_a_turn_without_drafts_costs_the_next_no_acceptance(engines):
 def test_sequences_may_move_grow_in_number_and_share_a_beginning(engines):
     """A batch of another size and order, two branches of one conversation, one prompt that is known whole."""
     engine, plain = engines
-    params, decode = SamplingParams(max_new_tokens=9, logprobs=True), DecodeConfig(budget=7)
+    params, decode = SamplingParams(max_new_tokens=9, logprobs=True), DecodeConfig()
     first = [ids(17), ids(11), ids(23)]
     outputs = engine.generate(first, params, decode)
     said = [one + done.token_ids for one, done in zip(first, outputs, strict=True)]
@@ -101,7 +100,7 @@ def test_sequences_may_move_grow_in_number_and_share_a_beginning(engines):
 def test_what_a_cut_left_behind_is_no_prefix(engines):
     """Rounds commit tokens behind a stop or the limit, which nobody was shown."""
     engine, plain = engines
-    decode, long = DecodeConfig(budget=31), SamplingParams(max_new_tokens=40, ignore_eos=True)
+    decode, long = DecodeConfig(), SamplingParams(max_new_tokens=40, ignore_eos=True)
     prompt, lengths = max(
         ((prompt, plain.generate(prompt, long, decode)[0].stats.accepted_lengths) for prompt in map(ids, range(5, 15))),
         key=lambda pair: max(pair[1]),

@@ -193,7 +193,7 @@ def test_stop_on_the_last_token_allowed_is_a_stop(golden_engine, mode):
             assert (done.token_ids, done.finish_reason) == (free.token_ids[: at - 1], "length")
 
 
-@pytest.mark.parametrize("mode", ["ar", "chain", "ddtree"])
+@pytest.mark.parametrize("mode", ["ar", "ddtree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_logprobs_are_the_scores_before_everything(golden_engine, temperature, mode):
     """Of the tokens and of the best alternatives: no temperature, filter, bias or penalty is in them."""

@@ -23,7 +23,7 @@ def resident_bytes() -> int:
 
 
 def test_ten_thousand_rounds():
-    engine = make_pair("text", max_length=MAX_LENGTH, prefix_cache=True).engine
+    engine = make_pair("least", max_length=MAX_LENGTH, prefix_cache=True).engine
     decodes = [DecodeConfig(mode=mode, budget=7) for mode in MODES]
     random, seeds = np.random.default_rng(3), itertools.count()
 

@@ -19,37 +19,38 @@ LATENT, WIDTH, SCALE = 512, 576, 0.05
 NAN = jnp.bfloat16(np.nan)
 
 
-def run_hopper(*arrays, num_sms=6):
-    config = hopper.Config(num_sms=num_sms)
+@functools.cache
+def interpreted(kernel, config):
     options = {"num_latent": LATENT, "scale": SCALE, "config": config, "interpret": plgpu.InterpretGPUParams()}
-    return np.asarray(hopper.tree_mla_hopper(*arrays, **options), np.float32)
+    return jax.jit(functools.partial(kernel, **options))
+
+
+def run_hopper(*arrays, num_sms=6):
+    return np.asarray(interpreted(hopper.tree_mla_hopper, hopper.Config(num_sms=num_sms))(*arrays), np.float32)
 
 
 def run_portable(*arrays, num_sms=6):
-    config = portable.Config(num_sms=num_sms)
-    options = {"num_latent": LATENT, "scale": SCALE, "config": config, "interpret": plgpu.InterpretGPUParams()}
-    return np.asarray(portable.tree_mla_portable(*arrays, **options), np.float32)
+    return np.asarray(interpreted(portable.tree_mla_portable, portable.Config(num_sms=num_sms))(*arrays), np.float32)
 
 
 def run_reference(*arrays):
-    return np.asarray(mla.tree_mla_reference(*arrays, num_latent=LATENT, scale=SCALE), np.float32)
+    return np.asarray(mla.tree_mla_reference(*map(jnp.asarray, arrays), num_latent=LATENT, scale=SCALE), np.float32)
 
 
 FORMS = pytest.mark.parametrize("run", [run_hopper, run_portable], ids=["hopper", "portable"])
 
 
 def random_case(seed, num_nodes, heads, num_slots, lengths):
-    """Query, cache (NaN behind the lengths), rows, lengths and masks."""
+    """Query, cache (NaN behind the lengths), rows, lengths and masks, in numpy."""
     rng = np.random.default_rng(seed)
     batch = len(lengths)
     query, cache, rows = (
-        jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+        rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
         for shape in ((batch, num_nodes, heads, WIDTH), (batch, num_slots, WIDTH), (batch, num_nodes, WIDTH))
     )
-    length = jnp.asarray(lengths, jnp.int32)
-    committed = jnp.arange(num_slots)[None] < length[:, None]
-    cache = jnp.where(committed[..., None], cache, NAN)
-    visible = jnp.asarray(np.stack([random_tree(rng, num_nodes) for _ in lengths]))
+    length = np.asarray(lengths, np.int32)
+    cache[np.arange(num_slots)[None] >= length[:, None]] = NAN
+    visible = np.stack([random_tree(rng, num_nodes) for _ in lengths])
     return query, cache, rows, length, visible
 
 
@@ -97,48 +98,54 @@ def test_kernels_agree_with_float64(run, num_nodes, heads, num_slots, lengths):
 @FORMS
 @pytest.mark.parametrize("num_sms", [1, 40])
 def test_any_number_of_splits_gives_the_same(run, num_sms):
-    case = random_case(7, num_nodes=4, heads=8, num_slots=320, lengths=[300])
+    case = random_case(7, num_nodes=4, heads=8, num_slots=320, lengths=[300, 64])
     assert error(run(*case, num_sms=num_sms), in_float64(*case)) < 5e-3
 
 
 @FORMS
-@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["growing", "shrinking"])
-def test_maxima_may_grow_by_many_orders_of_magnitude(run, order):
-    """From tile to tile, so that the sums so far have to be rescaled: inside a pair of tiles and between two."""
-    query, cache, rows, length, visible = random_case(11, num_nodes=4, heads=8, num_slots=320, lengths=[320])
-    gain = jnp.repeat(jnp.arange(1.0, 6.0), 64)[order]
-    case = query * 8, cache * gain[None, :, None].astype(cache.dtype), rows, length, visible
+def test_maxima_may_grow_by_many_orders_of_magnitude(run):
+    """From tile to tile, so that the sums so far have to be rescaled: inside a pair of tiles and between two.
+
+    In the second sequence they shrink.
+    """
+    query, cache, rows, length, visible = random_case(11, num_nodes=4, heads=8, num_slots=320, lengths=[320, 320])
+    gain_S = np.repeat(np.arange(1, 6, dtype=cache.dtype), 64)
+    gain_BS = np.stack([gain_S, gain_S[::-1]])
+    case = query * query.dtype.type(8), cache * gain_BS[..., None], rows, length, visible
     assert error(run(*case, num_sms=1), in_float64(*case)) < 5e-3
 
 
 @FORMS
 def test_sequences_and_hidden_nodes_do_not_reach_others(run):
-    query, cache, rows, length, _ = random_case(3, num_nodes=4, heads=8, num_slots=64, lengths=[20, 30])
-    # Node 3 sees itself alone, as the padding of a tree does.
-    visible = jnp.asarray([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]] * 2, bool)
+    query, cache, rows, length, visible = random_case(3, num_nodes=9, heads=8, num_slots=64, lengths=[20, 30])
+    # Node 8 sees itself alone, as the padding of a tree does.
+    visible[:, 8] = np.arange(9) == 8
     clean = run(query, cache, rows, length, visible)
-    poisoned = run(query, cache.at[1].set(NAN), rows.at[1].set(NAN).at[0, 3].set(NAN), length, visible)
-    np.testing.assert_array_equal(poisoned[0, :3], clean[0, :3])
-    assert np.isnan(poisoned[0, 3]).all()
+    cache[1], rows[1], rows[0, 8] = NAN, NAN, NAN
+    poisoned = run(query, cache, rows, length, visible)
+    np.testing.assert_array_equal(poisoned[0, :8], clean[0, :8])
+    assert np.isnan(poisoned[0, 8]).all()
     assert np.isnan(poisoned[1]).all()
 
 
 @FORMS
 def test_hiding_an_ancestor_changes_its_descendants_alone(run):
-    query, cache, rows, length, visible = random_case(5, num_nodes=9, heads=8, num_slots=64, lengths=[33])
+    query, cache, rows, length, visible = random_case(5, num_nodes=9, heads=8, num_slots=64, lengths=[33, 64])
     ancestor = 1
-    descends = np.asarray(visible[0, :, ancestor]) & (np.arange(9) != ancestor)
+    descends = visible[0, :, ancestor] & (np.arange(9) != ancestor)
     assert 0 < descends.sum() < 8
-    hidden = visible.at[0, :, ancestor].set(visible[0, :, ancestor] & ~descends)
+    hidden = visible.copy()
+    hidden[0, descends, ancestor] = False
     before, after = (run(query, cache, rows, length, mask) for mask in (visible, hidden))
-    changed = (before != after).any(axis=(0, 2, 3))
-    np.testing.assert_array_equal(changed, descends)
+    changed_BT = (before != after).any(axis=(2, 3))
+    np.testing.assert_array_equal(changed_BT, [descends, np.zeros(9, bool)])
 
 
 @FORMS
 def test_a_row_that_sees_nothing_is_zero(run):
-    query, cache, rows, length, visible = random_case(6, num_nodes=2, heads=8, num_slots=64, lengths=[0])
-    out = run(query, cache, rows, length, visible.at[0, 1].set(False))
+    query, cache, rows, length, visible = random_case(6, num_nodes=9, heads=8, num_slots=64, lengths=[0, 1])
+    visible[0, 1] = False
+    out = run(query, cache, rows, length, visible)
     assert (out[0, 1] == 0).all()
     assert (out[0, 0] != 0).any()
 
@@ -245,6 +252,6 @@ def test_heads_are_divided_among_devices():
     specs = (heads, all_of_it, all_of_it, all_of_it, all_of_it)
     sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False))
     case = random_case(8, num_nodes=5, heads=12, num_slots=48, lengths=[0, 7, 48])
-    in_float32 = [x.astype(jnp.float32) for x in case[:3]] + list(case[3:])
+    in_float32 = [x.astype(np.float32) for x in case[:3]] + list(case[3:])
     np.testing.assert_allclose(sharded(*in_float32), jax.jit(run)(*in_float32), rtol=1e-5, atol=1e-5)
     assert "mosaic_gpu" in sharded.trace(*case).lower(lowering_platforms=("cuda",)).as_text()
