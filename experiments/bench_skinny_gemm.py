@@ -128,14 +128,14 @@ def by_xla(case: Case, x_TK: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
 
 def float64(case: Case, x_TK: jax.Array, weights: Sequence[jax.Array]) -> np.ndarray:
     """All outputs side by side."""
-    x_TGK = np.asarray(x_TK, np.float64).reshape(x_TK.shape[0], case.groups, -1)
+    x_GTK = np.moveaxis(np.asarray(x_TK, np.float64).reshape(x_TK.shape[0], case.groups, -1), 1, 0)
     results = []
     for weight, output in zip(weights, case.outputs, strict=True):
         split = np.asarray(weight, np.float64)
         split = split.reshape(*split.shape[:-2], case.groups, -1, case.columns)
-        y = np.einsum("tgk,...gok->...tgo", x_TGK, split, optimize=True)
+        y = x_GTK @ split.swapaxes(-1, -2)
         y = y[0] / (1 + np.exp(-y[0])) * y[1] if output.is_gated else y
-        results.append(y.reshape(len(y), -1))
+        results.append(np.moveaxis(y, 0, 1).reshape(y.shape[1], -1))
     return np.concatenate(results, axis=1)
 
 

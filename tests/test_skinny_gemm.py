@@ -192,7 +192,7 @@ def load_four(threads, memories, i, index):
     return threads.load_vector(memories[i], index, 4)
 
 
-@pytest.mark.parametrize(("num_tokens", "cluster", "warpgroups"), [(3, 2, 1), (16, 5, 2), (64, 7, 1), (33, 3, 2)])
+@pytest.mark.parametrize(("num_tokens", "cluster", "warpgroups"), [(3, 2, 1), (16, 5, 2), (64, 3, 1), (33, 7, 2)])
 def test_a_cluster_shares_out_its_tile(num_tokens, cluster, warpgroups):
     shape = split_shape(MIXED, num_tokens, 132, warpgroups, cluster)
     assert shape.num_blocks == cluster * shape.num_tiles and not shape.has_parts
@@ -229,8 +229,11 @@ def test_values_in_the_middle_are_rounded_to_even_and_nan_stays_nan():
     bits = np.array([0x3F808000, 0x3F818000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0x7F7FFFFF], np.uint32)
     sums = np.zeros((8, 64), np.float32)
     sums[:, : bits.size] = bits.view(np.float32)
-    found = run_finish(shape, [{tile: sums} for tile in range(5)])[0][0, : bits.size].view(np.uint16)
-    np.testing.assert_array_equal(found, [0x3F80, 0x3F82, 0x7FC0, 0x7FC0, 0x7F80, 0x7F80])
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = run_finish(shape, [{tile: sums} for tile in range(5)])[0]
+    np.testing.assert_array_equal(
+        found[0, : bits.size].view(np.uint16), [0x3F80, 0x3F82, 0x7FC0, 0x7FC0, 0x7F80, 0x7F80]
+    )
 
 
 @pytest.mark.parametrize("config", [Config(num_blocks=3), Config(num_blocks=2), Config(cluster=2)])
