@@ -7,6 +7,7 @@
     python -m experiments.bench_kernels --kernel tree_expand [--check 10000]
     python -m experiments.bench_kernels --kernel sample [--check 10]
     python -m experiments.bench_kernels --kernel commit
+    python -m experiments.bench_kernels --kernel skinny_gemm [--nodes 1,8,16,32,64]
 
 Prints a line a case and replaces ``results/KERNEL.jsonl``.
 """
@@ -24,6 +25,7 @@ from experiments import (
     bench_int4_prefill,
     bench_prefill_attention,
     bench_sample,
+    bench_skinny_gemm,
     bench_tree_expand,
     bench_tree_mla,
     check_int4_moe,
@@ -31,9 +33,11 @@ from experiments import (
 )
 from experiments.results_file import provenance, write_lines
 
-_KERNELS = ["int4_moe", "tree_mla", "tree_expand", "sample", "commit"]
+_KERNELS = ["int4_moe", "tree_mla", "tree_expand", "sample", "commit", "skinny_gemm"]
 _KERNEL = flags.DEFINE_enum("kernel", None, _KERNELS, "Which kernel.", required=True)
-_NODES = flags.DEFINE_list("nodes", ["1", "8", "16", "32", "64"], "int4_moe: tokens in a call of decoding.")
+_NODES = flags.DEFINE_list(
+    "nodes", ["1", "8", "16", "32", "64"], "int4_moe, skinny_gemm: tokens in a call of decoding."
+)
 _TOKENS = flags.DEFINE_list("tokens", ["256", "1024", "2048", "4096"], "int4_moe: tokens in a call of prefill.")
 _REFERENCE_NODES = flags.DEFINE_list(
     "reference_nodes", ["16"], "int4_moe: of these the plain-JAX form is timed as well."
@@ -54,6 +58,9 @@ def measure() -> Iterator[dict[str, Any]]:
         return
     if _KERNEL.value == "commit":
         yield from bench_commit.measure(_RUNS.value)
+        return
+    if _KERNEL.value == "skinny_gemm":
+        yield from bench_skinny_gemm.measure(list(map(int, _NODES.value)), _RUNS.value)
         return
     if _KERNEL.value in ("tree_expand", "sample"):
         bench = bench_sample if _KERNEL.value == "sample" else bench_tree_expand

@@ -1,0 +1,214 @@
+"""Products of up to 64 tokens with a weight, in which reading the weight is what takes time.
+
+``y[T, O] = x[T, K] @ weight[O, K].T`` in bfloat16, summed in float32. Several weights that take the same input are one
+launch with an output each: the query's and the latent's first projections, or the router and the shared expert's gate and
+up. `pack_weights` lays them out when they are loaded; nothing in a step of decoding moves them.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float
+
+from ddtree_jax.pallas import simt
+from ddtree_jax.pallas.skinny_gemm_kernel import SIDE, Config, Output, Shape, launch, num_stages
+
+MAX_TOKENS = 64
+MAX_CLUSTER = 8
+
+
+def pack_weights(
+    weights: Sequence[Float[Array, "... K"]], outputs: Sequence[Output], warpgroups: int = 1
+) -> Float[Array, "M N W 64 64"]:
+    """Blocks of 64 rows by 64 columns, each contiguous, in the order in which a launch reads them.
+
+    A weight is [O, K], of a gated output [2, F, K]: gate, then up. Blocks of W neighbours below each other make a tile,
+    tiles stand below each other, their columns next to each other. Every output begins with a block of its own, and four
+    rows of a gated one are gate, gate, up, up of two features. Rows behind an output are zeros.
+
+    Raises:
+      ValueError: for weights that are not those of the outputs.
+    """
+    rows = []
+    for weight, output in zip(weights, outputs, strict=True):
+        expected = (2,) * output.is_gated + (output.width,)
+        if weight.shape[:-1] != expected:
+            raise ValueError(f"a weight has shape {weight.shape}; {expected} rows are needed")
+        if output.is_gated:
+            K = weight.shape[-1]
+            weight = jnp.moveaxis(weight.reshape(2, output.width // 2, 2, K), 0, 1).reshape(-1, K)
+        rows.append(_pad(weight, 0, SIDE))
+    weight_RK = _pad(jnp.concatenate(rows), 0, warpgroups * SIDE)
+    split = weight_RK.reshape(-1, warpgroups, SIDE, weight_RK.shape[1] // SIDE, SIDE)
+    return jnp.moveaxis(split, 3, 1)
+
+
+def _pad(array: Array, axis: int, multiple: int) -> Array:
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, -array.shape[axis] % multiple)
+    return jnp.pad(array, widths)
+
+
+def unpack_weights(blocks: Float[Array, "M N W 64 64"], outputs: Sequence[Output]) -> list[Array]:
+    """The weights that were packed."""
+    weight_RK = jnp.moveaxis(blocks, 1, 3).reshape(-1, blocks.shape[1] * SIDE)
+    weights, begin = [], 0
+    for output in outputs:
+        rows = weight_RK[begin : begin + output.width * (2 if output.is_gated else 1)]
+        if output.is_gated:
+            split = rows.reshape(output.width // 2, 2, 2, rows.shape[1])
+            rows = jnp.moveaxis(split, 1, 0).reshape(2, output.width, rows.shape[1])
+        weights.append(rows)
+        begin += output.num_blocks * SIDE
+    return weights
+
+
+def skinny_gemm(
+    x_TK: Float[Array, "T K"],
+    blocks: Float[Array, "M N W 64 64"],
+    outputs: Sequence[Output],
+    num_groups: int = 1,
+) -> list[Float[Array, "T _"]]:
+    """An array [T, width] of its output's dtype for each of ``outputs``.
+
+    For every weight ``y[t, o] = sum_k x[t, k] w[o, k]`` with products and sums in float32, rounded once to the output's
+    dtype; of a gated one ``silu(y_gate) * y_up`` is computed in float32 and rounded once. The order of a sum is fixed by
+    the shapes and the `Config`: equal calls give equal bits. Columns of tokens are independent: NaN in one reaches no other.
+
+    With ``num_groups`` x has that many inputs side by side, and the rows of the weight as many parts, each of which takes
+    its own: heads that have a matrix each.
+
+    Goes through the kernel where the program is compiled for a Hopper GPU and the kernel takes the input, else through
+    `skinny_gemm_reference`.
+    """
+    outputs = tuple(outputs)
+    reference = functools.partial(skinny_gemm_reference, outputs=outputs, num_groups=num_groups)
+    try:
+        simt.check_device()
+        config = choose_config(blocks, device_config())
+        choose_shape(x_TK, blocks, outputs, num_groups, config)
+    except NotImplementedError:
+        return reference(x_TK, blocks)
+    kernel = functools.partial(skinny_gemm_gpu, outputs=outputs, num_groups=num_groups, config=config)
+    return jax.lax.platform_dependent(x_TK, blocks, cuda=kernel, default=reference)
+
+
+def skinny_gemm_gpu(
+    x_TK: BFloat16[Array, "T K"],
+    blocks: BFloat16[Array, "M N W 64 64"],
+    outputs: Sequence[Output],
+    num_groups: int = 1,
+    config: Config = Config(),
+) -> list[Float[Array, "T _"]]:
+    """`skinny_gemm` by the kernel alone.
+
+    Raises:
+      NotImplementedError: the kernel does not take this input. It is named.
+    """
+    shape = choose_shape(x_TK, blocks, tuple(outputs), num_groups, config)
+    x_TK = jnp.pad(x_TK, ((0, shape.num_tokens - shape.num_stored), (0, 0)))
+    return launch(x_TK, blocks.reshape(-1, SIDE, SIDE), shape, config)
+
+
+def device_config() -> Config:
+    """Tuning for the device that is there, Hopper's where there is none.
+
+    Raises:
+      NotImplementedError: for a device that has no ``wgmma``.
+    """
+    device = jax.config.jax_default_device or jax.devices()[0]
+    capability = getattr(device, "compute_capability", "9.0")
+    if not capability.startswith("9."):
+        raise NotImplementedError(f"compute capability {capability}; 9.0 is needed")
+    return Config(num_blocks=getattr(device, "core_count", Config().num_blocks))
+
+
+def choose_config(blocks: Any, config: Config) -> Config:
+    """The fastest way to share out tiles, by the times of ``config``: not at all, in clusters, or in equal spans."""
+    tiles, num_bytes = blocks.shape[0], 2 * math.prod(blocks.shape)
+
+    def seconds(num_blocks: int, extra: float) -> float:
+        return num_bytes / min(num_blocks * config.block_bytes_a_microsecond, config.bytes_a_microsecond) + extra
+
+    ways = [(seconds(config.num_blocks, config.split_microseconds), config)]
+    if tiles <= config.num_blocks:
+        ways.append((seconds(tiles, 0.0), dataclasses.replace(config, num_blocks=tiles)))
+    for size in range(2, MAX_CLUSTER + 1):
+        # Multiprocessors that a group has left over hold no cluster.
+        room = config.num_blocks // config.group_size * (config.group_size // size)
+        if tiles <= room and size <= blocks.shape[1] // config.step_blocks:
+            clustered = dataclasses.replace(config, cluster=size)
+            ways.append((seconds(tiles * size, config.cluster_microseconds), clustered))
+    return min(ways, key=lambda way: way[0])[1]
+
+
+def choose_shape(
+    x_TK: Any, blocks: Any, outputs: tuple[Output, ...], num_groups: int = 1, config: Config = Config()
+) -> Shape:
+    """How a launch divides the work.
+
+    Raises:
+      NotImplementedError: the kernel does not take this input. It is named.
+    """
+    for name, array in (("x", x_TK), ("the weight", blocks)):
+        if array.dtype != jnp.bfloat16:
+            raise NotImplementedError(f"{name} has dtype {array.dtype}; bfloat16 is needed")
+    T, K = x_TK.shape
+    tiles, columns, warpgroups = blocks.shape[:3]
+    if not 1 <= T <= MAX_TOKENS:
+        raise NotImplementedError(f"{T} tokens; 1 to {MAX_TOKENS} fit")
+    if num_groups * columns * SIDE != K:
+        raise NotImplementedError(f"x is {K} wide; {num_groups} x {columns} blocks of {SIDE} columns are needed")
+    if warpgroups not in (1, 2):
+        raise NotImplementedError(f"tiles of {warpgroups} blocks; 1 or 2 are needed")
+    if tiles % num_groups or (num_groups > 1 and outputs[0].width != tiles * warpgroups * SIDE):
+        raise NotImplementedError(f"{num_groups} groups of {tiles} tiles; whole tiles are needed")
+    if -(-sum(output.num_blocks for output in outputs) // warpgroups) != tiles:
+        raise NotImplementedError(f"{tiles} tiles of {warpgroups} blocks; other widths {[o.width for o in outputs]}")
+    for output in outputs:
+        if output.width % 4:
+            raise NotImplementedError(f"an output is {output.width} wide; a multiple of 4 is needed")
+        if output.dtype not in (jnp.bfloat16, jnp.float32):
+            raise NotImplementedError(f"an output has dtype {output.dtype}; bfloat16 or float32 is needed")
+    step_blocks = math.gcd(columns, config.step_blocks)
+    cluster = min(config.cluster, columns // step_blocks)
+    if not 1 <= cluster <= MAX_CLUSTER:
+        raise NotImplementedError(f"a cluster of {config.cluster} blocks; 1 to {MAX_CLUSTER} are needed")
+    shape = Shape(
+        num_tokens=T + -T % 8,
+        num_stored=T,
+        num_tiles=tiles,
+        num_columns=columns,
+        warpgroups=warpgroups,
+        tiles_a_group=tiles // num_groups,
+        num_blocks=tiles * cluster if cluster > 1 else min(config.num_blocks, tiles * columns // step_blocks),
+        cluster=cluster,
+        step_blocks=step_blocks,
+        outputs=outputs,
+    )
+    if num_stages(shape, config) < 2:
+        raise NotImplementedError(f"two stages of {shape.stage_bytes} bytes need more than {config.shared_bytes} bytes")
+    return shape
+
+
+def skinny_gemm_reference(
+    x_TK: Float[Array, "T K"],
+    blocks: Float[Array, "M N W 64 64"],
+    outputs: Sequence[Output],
+    num_groups: int = 1,
+) -> list[Float[Array, "T _"]]:
+    """`skinny_gemm` in plain JAX, for any type and number of tokens."""
+    x_TGK = x_TK.reshape(x_TK.shape[0], num_groups, -1)
+    results = []
+    for weight, output in zip(unpack_weights(blocks, outputs), outputs, strict=True):
+        split = weight.reshape(*weight.shape[:-2], num_groups, -1, weight.shape[-1])
+        axes = "TGK,2GOK->2TGO" if output.is_gated else "TGK,GOK->TGO"
+        y = jnp.einsum(axes.replace("2", "h"), x_TGK, split, preferred_element_type=jnp.float32)
+        y = jax.nn.silu(y[0]) * y[1] if output.is_gated else y
+        results.append(y.reshape(x_TK.shape[0], output.width).astype(output.dtype))
+    return results

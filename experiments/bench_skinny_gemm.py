@@ -1,0 +1,208 @@
+"""Small projections of one of 8 ranks of Kimi K2.6 and its drafter, against float64, XLA's products and their bytes.
+
+See `bench_kernels`. Weights stay cold: calls go through copies that together are several times the second cache.
+"""
+
+import concurrent.futures
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ddtree_jax.pallas.skinny_gemm import Config, Output, choose_config, device_config, pack_weights, skinny_gemm_gpu
+from experiments.kernel_times import kernel_seconds
+
+BYTES_PER_SECOND = 4.57e12
+COLD_BYTES = 160e6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Projections of one input. ``warpgroups`` is the layout that the loader would choose."""
+
+    name: str
+    columns: int
+    outputs: tuple[Output, ...]
+    groups: int = 1
+    warpgroups: int = 1
+
+    @property
+    def weight_shapes(self) -> list[tuple[int, ...]]:
+        return [(*(2,) * output.is_gated, output.width, self.columns) for output in self.outputs]
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2 * sum(map(math.prod, self.weight_shapes))
+
+    def bytes(self, nodes: int) -> int:
+        """That must be read and written."""
+        tokens = 2 * nodes * self.groups * self.columns
+        return self.weight_bytes + tokens + sum(nodes * o.width * np.dtype(o.dtype).itemsize for o in self.outputs)
+
+    @property
+    def num_copies(self) -> int:
+        return max(2, math.ceil(COLD_BYTES / self.weight_bytes))
+
+    def draw(self) -> list[list[jax.Array]]:
+        """Copies of the weights [O, K], or [2, F, K] gated, round 0 and of a size that keeps products near 1."""
+        stacks = [_draw(jax.random.key(i), (self.num_copies, *shape)) for i, shape in enumerate(self.weight_shapes)]
+        return [[_take(stack, number) for stack in stacks] for number in range(self.num_copies)]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16) * shape[-1] ** -0.5
+
+
+@jax.jit
+def _take(stack: jax.Array, number: int) -> jax.Array:
+    """One program for all copies: an index that is static would be compiled for each of them."""
+    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+
+
+CASES = (
+    Case(name="q_a, kv_a", columns=7168, outputs=(Output(width=1536), Output(width=576))),
+    Case(
+        name="router, shared gate and up",
+        columns=7168,
+        outputs=(Output(width=384, dtype=jnp.float32), Output(width=256, is_gated=True)),
+    ),
+    Case(name="o", columns=1024, outputs=(Output(width=7168),)),
+    Case(name="q_b", columns=1536, outputs=(Output(width=8 * 192),)),
+    Case(name="shared down", columns=256, outputs=(Output(width=7168),)),
+    Case(name="key_up", columns=128, outputs=(Output(width=8 * 512),), groups=8),
+    Case(name="value_up", columns=512, outputs=(Output(width=8 * 128),), groups=8),
+    Case(name="lm_head", columns=7168, outputs=(Output(width=20480, dtype=jnp.float32),), warpgroups=2),
+    Case(name="dense gate and up", columns=7168, outputs=(Output(width=2304, is_gated=True),)),
+    Case(name="dense down", columns=2304, outputs=(Output(width=7168),)),
+    Case(
+        name="drafter q, k, v",
+        columns=7168,
+        outputs=(Output(width=1024), Output(width=128), Output(width=128)),
+    ),
+    Case(name="drafter fc", columns=6 * 7168, outputs=(Output(width=896),)),
+    Case(name="drafter context k, v", columns=7168, outputs=(Output(width=12 * 128),)),
+)
+
+
+def draw_tokens(case: Case, nodes: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(nodes), (nodes, case.groups * case.columns), jnp.bfloat16)
+
+
+def natural_layout(case: Case, weights: Sequence[jax.Array]) -> list[jax.Array]:
+    """Weights as the engine holds them, an array a projection: [K, O], of float32 results [O, K], of heads [G, O, K]."""
+    arrays = []
+    for weight, output in zip(weights, case.outputs, strict=True):
+        if case.groups > 1:
+            arrays.append(weight.reshape(case.groups, -1, case.columns))
+        elif output.is_gated:
+            arrays += [half.T for half in weight]
+        else:
+            arrays.append(weight if output.dtype == jnp.float32 else weight.T)
+    return arrays
+
+
+def by_xla(case: Case, x_TK: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    """What `kimi` computes today: the router from float32 operands, results rounded before they are gated."""
+    if case.groups > 1:
+        x_TGK = x_TK.reshape(x_TK.shape[0], case.groups, -1)
+        return [jnp.einsum("TGK,GOK->TGO", x_TGK, arrays[0]).reshape(x_TK.shape[0], -1)]
+    waiting, results = list(arrays), []
+    for output in case.outputs:
+        if output.is_gated:
+            gate, up = (jnp.einsum("TK,KO->TO", x_TK, waiting.pop(0)) for _ in range(2))
+            results.append(jax.nn.silu(gate) * up)
+        elif output.dtype != jnp.float32:
+            results.append(jnp.einsum("TK,KO->TO", x_TK, waiting.pop(0)))
+        elif case.name == "lm_head":
+            results.append(jnp.einsum("TK,OK->TO", x_TK, waiting.pop(0), preferred_element_type=jnp.float32))
+        else:
+            results.append(jnp.einsum("TK,OK->TO", x_TK.astype(jnp.float32), waiting.pop(0).astype(jnp.float32)))
+    return results
+
+
+def float64(case: Case, x_TK: jax.Array, weights: Sequence[jax.Array]) -> np.ndarray:
+    """All outputs side by side."""
+    x_GTK = np.moveaxis(np.asarray(x_TK, np.float64).reshape(x_TK.shape[0], case.groups, -1), 1, 0)
+    results = []
+    for weight, output in zip(weights, case.outputs, strict=True):
+        split = np.asarray(weight, np.float64)
+        split = split.reshape(*split.shape[:-2], case.groups, -1, case.columns)
+        y = x_GTK @ split.swapaxes(-1, -2)
+        y = y[0] / (1 + np.exp(-y[0])) * y[1] if output.is_gated else y
+        results.append(np.moveaxis(y, 0, 1).reshape(y.shape[1], -1))
+    return np.concatenate(results, axis=1)
+
+
+def error(found: Sequence[jax.Array], expected: np.ndarray) -> float:
+    joined = np.concatenate([np.asarray(y, np.float64) for y in found], axis=1)
+    return float(np.linalg.norm(joined - expected) / np.linalg.norm(expected))
+
+
+def our_config(case: Case) -> Config:
+    return choose_config(_blocks(case), device_config())
+
+
+def _blocks(case: Case) -> jax.ShapeDtypeStruct:
+    weights = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in case.weight_shapes]
+    return jax.eval_shape(functools.partial(pack_weights, outputs=case.outputs, warpgroups=case.warpgroups), weights)
+
+
+def our_call(case: Case, config: Config) -> Callable[..., Any]:
+    return functools.partial(skinny_gemm_gpu, outputs=case.outputs, num_groups=case.groups, config=config)
+
+
+def cases_to_compile() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+    """Names, functions and arguments' shapes, of the most different of `CASES`."""
+    for index, nodes in ((0, 16), (1, 64), (2, 1), (7, 64)):
+        case = CASES[index]
+        x_TK = jax.ShapeDtypeStruct((nodes, case.groups * case.columns), jnp.bfloat16)
+        yield (
+            f"{case.name}, {nodes} nodes",
+            our_call(case, choose_config(_blocks(case), Config())),
+            (x_TK, _blocks(case)),
+        )
+
+
+def measure(nodes: list[int], runs: int, cases: Sequence[Case] = CASES) -> Iterator[dict[str, Any]]:
+    """Result lines, without where and with what they were measured. ``reference_seconds`` is `by_xla`'s, all kernels."""
+    for case in cases:
+        weights, config = case.draw(), our_config(case)
+        pack = jax.jit(functools.partial(pack_weights, outputs=case.outputs, warpgroups=case.warpgroups))
+        arrange = jax.jit(functools.partial(natural_layout, case))
+        packed, natural = [[pack(copy)] for copy in weights], [arrange(copy) for copy in weights]
+        tokens = [draw_tokens(case, count) for count in nodes]
+        calls = (our_call(case, config), packed), (functools.partial(by_xla, case), natural)
+        ours, theirs = (_compile(call, tokens, copies[0]) for call, copies in calls)
+        for count, x_TK, our_program, their_program in zip(nodes, tokens, ours, theirs, strict=True):
+            times = kernel_seconds(our_program, [(x_TK, blocks) for (blocks,) in packed], runs)
+            reference = kernel_seconds(their_program, [(x_TK, *arrays) for arrays in natural], runs)
+            seconds, num_bytes = sum(times.values()), case.bytes(count)
+            yield {
+                "benchmark": "skinny_gemm",
+                "case": {"projection": case.name, "nodes": count, **_sharing(config), "seed": 0},
+                "seconds": seconds,
+                "reference_seconds": sum(reference.values()),
+                "ceiling_seconds": num_bytes / BYTES_PER_SECOND,
+                "ceiling": f"{num_bytes / 1e6:.1f} MB at {BYTES_PER_SECOND / 1e12} TB/s",
+                "fraction_of_ceiling": num_bytes / BYTES_PER_SECOND / seconds,
+                "kernels": times,
+                "runs": runs,
+                "error": error(our_program(x_TK, *packed[0]), float64(case, x_TK, weights[0])),
+            }
+
+
+def _sharing(config: Config) -> dict[str, int]:
+    return {"cluster": config.cluster} if config.cluster > 1 else {"blocks": config.num_blocks}
+
+
+def _compile(call: Callable[..., Any], tokens: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[Any]:
+    """One program for each number of tokens, compiled side by side."""
+    function = jax.jit(call)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda x_TK: function.lower(x_TK, *arrays).compile(), tokens))
