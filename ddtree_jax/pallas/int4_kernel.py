@@ -209,12 +209,14 @@ class _Block:
                 group=product.group,
                 stride=steps.token_stride(config.step_columns if is_first else self.num_terms * product.num_columns),
                 term_bytes=[0] if is_first else [2 * term * product.num_columns for term in range(self.num_terms)],
+                reads_subnormals=config.reads_subnormals,
             )
             warps.arrive_warp(self.barriers, stage + self.num_stages)
             is_last = stage + 1 == self.num_stages
             return jnp.where(is_last, 0, stage + 1), jnp.where(is_last, 1 - parity, parity), sums
 
-        return lax.fori_loop(begin, stop, step, (*ring, zeros))
+        *ring, sums = lax.fori_loop(begin, stop, step, (*ring, zeros))
+        return *ring, sums * steps.SUBNORMAL_SCALE if config.reads_subnormals else sums
 
     def _store_hidden(self, sums: Array, hidden: Any, unit: Array, tile: Array) -> None:
         feature = tile * (self.config.tile_rows // 2)

@@ -17,7 +17,8 @@ class Config:
     More than ``max_stages`` in flight share the memory's bandwidth, so that the first comes later and none is done sooner.
     Hidden rows of up to ``split_columns`` are kept as two terms: with few, the rounding of one may make most of the error.
     ``shared_bytes`` of shared memory a block, less than the device's limit by what the compiler adds. Without bulk copies
-    the kernel also runs on devices before Hopper.
+    the kernel also runs on devices before Hopper. With ``reads_subnormals`` unpacking takes fewer instructions
+    (`int4_steps.expand_pair`); not measured yet.
     """
 
     num_blocks: int = 132
@@ -29,6 +30,7 @@ class Config:
     split_columns: int = 128
     combine_unroll: int = 16
     has_bulk_copies: bool = True
+    reads_subnormals: bool = False
 
     @property
     def tile_blocks(self) -> int:

@@ -25,7 +25,11 @@ TOKENS = 8
 ACCUMULATOR = plgpu.Layout.MMA_ACC(jnp.bfloat16)
 _GROUPS = BLOCK_COLUMNS // 32
 _NIBBLE_MASK, _BF16_128 = 0x000F000F, 0x43004300
-_BF16_MINUS_136 = 0xC308C308
+_BF16_ONE, _BF16_MINUS_136, _MINUS_ZERO = 0x3F803F80, 0xC308C308, 0x80008000
+SUBNORMAL_FACTORS = (0x72007200, 0x70007000, 0xB100B100)
+"""Pairs of bfloat16 2^101, 2^97, -2^-29: a scale times them makes weights times 2^-32 of subnormal nibbles."""
+SUBNORMAL_SCALE = 2.0**32
+"""What sums of such weights are multiplied with in the end."""
 
 
 def stage_bytes(tile_blocks: int, step_blocks: int) -> int:
@@ -201,39 +205,53 @@ def _mma(a: Sequence[ir.Value], b: Sequence[ir.Value], c: Sequence[ir.Value]) ->
     )
 
 
-def _unpack(word: ir.Value) -> list[ir.Value]:
-    """The 8 nibbles of a word as 4 pairs of bfloat16 128 + nibble."""
-    pairs = []
-    for i in range(4):
-        shifted = arith.shrui(word, w.i32(4 * i)) if i else word
-        pairs.append(
-            mgpu.utils.inline_ptx(
-                "lop3.b32 $0, $1, $2, $3, 0xEA;",
-                shifted,
-                w.i32(_NIBBLE_MASK),
-                w.i32(_BF16_128),
-                result_types=w.i32(),
-            )
-        )
-    return pairs
+def widen_scales(scales: ir.Value, reads_subnormals: bool) -> tuple[ir.Value, ...]:
+    """What `expand_pair` needs of a word of scales: itself, or factors of nibbles 0 and 1 of a byte, and the zero point."""
+    if not reads_subnormals:
+        return (scales,)
+    return tuple(_multiply_add(scales, w.i32(number), w.i32(_MINUS_ZERO)) for number in SUBNORMAL_FACTORS)
 
 
-def scale_pair(pair: ir.Value, scales: ir.Value, half: int) -> ir.Value:
-    """``bfloat16((pair - 136) * scale)``, twice; the scale is one half of a word.
+def expand_pair(word: ir.Value, i: int, scales: Sequence[ir.Value], half: int) -> ir.Value:
+    """Weights that nibbles i and i + 4 of a word stand for, as two bfloat16; their scale is one half of the scales' word.
 
-    Taken apart and put together this way, it is a modifier of the multiplication and no instruction.
+    Either nibbles become 128 + nibble, exact in bfloat16, from which 136 is taken off before the scale is multiplied. Or they
+    stay where they are in the lowest byte of a bfloat16, which stands for that byte times 2^-133, whether subnormal or not:
+    times a factor, minus 8 times the scale, is one instruction and one rounding. The weights are the same bit for bit, but
+    smaller by a factor of 2^-32, so that the factors are finite: of scales below 2^27, and not below 2^-97.
     """
-    fma = "fma.rn.bf16x2 $0, $1, $2, $3;"
-    one = w.i32(0x3F803F80)
-    integers = mgpu.utils.inline_ptx(fma, pair, one, w.i32(_BF16_MINUS_136), result_types=w.i32())
+    if len(scales) == 1:
+        shifted = arith.shrui(word, w.i32(4 * i)) if i else word
+        pair = mgpu.utils.inline_ptx(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", shifted, w.i32(_NIBBLE_MASK), w.i32(_BF16_128), result_types=w.i32()
+        )
+        integers = _multiply_add(pair, w.i32(_BF16_ONE), w.i32(_BF16_MINUS_136))
+        return _scale_half(integers, scales[0], half)
+    shifted = arith.shrui(word, w.i32(8)) if i >= 2 else word
+    nibbles = arith.andi(shifted, w.i32(_NIBBLE_MASK << 4 * (i % 2)))
+    return _scale_half(nibbles, scales[i % 2], half, scales[2])
+
+
+def _multiply_add(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return mgpu.utils.inline_ptx("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c, result_types=w.i32())
+
+
+def _scale_half(pair: ir.Value, factors: ir.Value, half: int, terms: ir.Value | None = None) -> ir.Value:
+    """``pair * factor + term`` by the half ``half`` of two words; without the second word, the product.
+
+    Taken apart and put together this way, the choice is a modifier of the multiplication and no instruction.
+    """
     name = ("l", "h")[half]
     spread = f"mov.b32 {{l, h}}, $2; mov.b32 s, {{{name}, {name}}};"
-    zero = w.i32(0x80008000)
+    term, constant = "$3", w.i32(_MINUS_ZERO)
+    if terms is not None:
+        spread += f" mov.b32 {{l, h}}, $3; mov.b32 t, {{{name}, {name}}};"
+        term, constant = "t", terms
     return mgpu.utils.inline_ptx(
-        f"{{ .reg .b16 l, h; .reg .b32 s; {spread} fma.rn.bf16x2 $0, $1, s, $3; }}",
-        integers,
-        scales,
-        zero,
+        f"{{ .reg .b16 l, h; .reg .b32 s, t; {spread} fma.rn.bf16x2 $0, $1, s, {term}; }}",
+        pair,
+        factors,
+        constant,
         result_types=w.i32(),
     )
 
@@ -249,6 +267,7 @@ def multiply_step(
     group: int,
     stride: int,
     term_bytes: Sequence[int],
+    reads_subnormals: bool,
 ) -> jax.Array:
     """Adds a step's product with the tokens to the warpgroup's sums [64 * warpgroup_blocks, 8].
 
@@ -256,9 +275,8 @@ def multiply_step(
     are. ``stride`` bytes from a token to the next; its terms, to be added, ``term_bytes`` behind its beginning. Places
     without a token repeat the first.
 
-    Nibbles become 128 + nibble, exact in bfloat16; 136 is taken off and the scale multiplied in bfloat16: the weights that
-    `quant.dequantize` defines, bit for bit. Scaling a group's sum in float32 instead takes fewer instructions, gained 2 % at
-    64 tokens, and computes other weights.
+    The weights are those that `quant.dequantize` defines, bit for bit, or 2^-32 times them (see `expand_pair`). Scaling a
+    group's sum in float32 instead takes fewer instructions, gained 2 % at 64 tokens, and computes other weights.
     """
     shape = (BLOCK_ROWS * warpgroup_blocks, TOKENS)
 
@@ -285,11 +303,15 @@ def multiply_step(
         totals = [[*totals[2 * i], *totals[2 * i + 1]] for i in range(warpgroup_blocks)]
 
         def add(total: Sequence, words: Sequence, b: Sequence, scale: ir.Value) -> Sequence:
-            below, above = ([scale_pair(pair, scale, half) for pair in _unpack(words[half])] for half in range(2))
+            scales = widen_scales(scale, reads_subnormals)
+            below, above = (expand(words[half], scales, half) for half in range(2))
             for term in b:
                 total = _mma([below[0], above[0], below[1], above[1]], term[:2], total)
                 total = _mma([below[2], above[2], below[3], above[3]], term[2:], total)
             return total
+
+        def expand(word: ir.Value, scales: Sequence[ir.Value], half: int) -> list[ir.Value]:
+            return [expand_pair(word, i, scales, half) for i in range(4)]
 
         for k in range(step_blocks):
             b_words = token_words[_GROUPS * k : _GROUPS * (k + 1)]
