@@ -24,7 +24,8 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS, WEIGHT_WORDS
 from ddtree_jax.pallas.int4_prefill_words import narrow, sync_warpgroup
-from ddtree_jax.pallas.int4_steps import SUBNORMAL_SCALE, expand_pair, sigmoid, widen_scales
+from ddtree_jax.pallas.int4_steps import sigmoid
+from ddtree_jax.pallas.int4_unpack import SUBNORMAL_SCALE, expand_pair, widen_scales
 
 TILE_BLOCKS = 8
 TILE_ROWS = TILE_BLOCKS * BLOCK_ROWS
@@ -43,7 +44,7 @@ class Sizes(NamedTuple):
     """What code for a unit is made for: stages a unit, places for tokens, stages of the ring, blocks a warpgroup.
 
     Products are started in groups of ``operands`` times 16 columns, and overlap across ``unroll`` stages. How nibbles become
-    weights: see `int4_steps.expand_pair`.
+    weights: see `int4_unpack`.
     """
 
     num_columns: int
