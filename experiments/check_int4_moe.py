@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 
 from ddtree_jax.pallas import int4_spans
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, pack_down, pack_gate_up
-from ddtree_jax.pallas.int4_moe import ExpertBlocks, choose_config, int4_moe_gpu
+from ddtree_jax.pallas.int4_moe import MAX_TOKENS, ExpertBlocks, choose_config, int4_moe_gpu
 from ddtree_jax.quant import dequantize
 from experiments.bench_int4_moe import SHARDS, WIDTH, Shard
 
@@ -35,7 +35,9 @@ SHAPES = (
 )
 """T, X, E, D, F."""
 COMPARED = (3, 6, 7)
-"""Of these the portable forms are compared, too."""
+"""Of these all forms are compared."""
+EQUAL = (("hopper", "small", "ampere", "subnormal"), ("wide", "wide_ampere", "wide_subnormal"))
+"""Forms that add up in the same order."""
 
 
 class Problem(NamedTuple):
@@ -115,14 +117,28 @@ def measure_error(y_TD: np.ndarray, expected_TD: np.ndarray) -> float:
     return float(np.linalg.norm(y_TD - expected_TD) / np.linalg.norm(expected_TD))
 
 
-def choose_forms(x_TD: jax.ShapeDtypeStruct, experts: ExpertBlocks) -> list[int4_spans.Config]:
-    """The device's own form, then forms for all devices, with steps and blocks by which they add up in the same order."""
+def choose_forms(x_TD: jax.ShapeDtypeStruct, experts: ExpertBlocks) -> dict[str, int4_spans.Config]:
+    """The device's own form; forms with steps and blocks by which they add up in the same order; such with larger units."""
     own = choose_config(x_TD, experts)
-    forms = (int4_spans.HOPPER, int4_spans.SMALL, int4_spans.AMPERE)
-    return [own, *(dataclasses.replace(form, num_blocks=own.num_blocks, step_columns=BLOCK_COLUMNS) for form in forms)]
+    hopper, small, ampere = (
+        dataclasses.replace(form, num_blocks=own.num_blocks, step_columns=BLOCK_COLUMNS)
+        for form in (int4_spans.HOPPER, int4_spans.SMALL, int4_spans.AMPERE)
+    )
+    wide, wide_ampere = (dataclasses.replace(form, unit_tokens=MAX_TOKENS) for form in (hopper, ampere))
+    return {
+        "own": own,
+        "own_wide": dataclasses.replace(own, unit_tokens=MAX_TOKENS, reads_subnormals=True),
+        "hopper": hopper,
+        "small": small,
+        "ampere": ampere,
+        "subnormal": dataclasses.replace(hopper, reads_subnormals=True),
+        "wide": wide,
+        "wide_ampere": wide_ampere,
+        "wide_subnormal": dataclasses.replace(wide, reads_subnormals=True),
+    }
 
 
-def run_shape(number: int, form: int, num_routings: int) -> tuple[list[float], list[bytes]]:
+def run_shape(number: int, form: str, num_routings: int) -> tuple[list[float], list[bytes]]:
     """Errors of a form over random routings of one of the shapes, and the outputs' bits."""
     problem = draw_problem(SHAPES[number])
     T, _, _, D, _ = problem.shape
@@ -144,7 +160,7 @@ def run_routings(
     return errors, outputs
 
 
-def run_shard(shard: Shard, nodes: int, form: int, times: int) -> tuple[bool, bytes]:
+def run_shard(shard: Shard, nodes: int, form: str, times: int) -> tuple[bool, bytes]:
     """Whether the same inputs gave the same bits every time, and these bits."""
     experts = shard.draw_weights()
     x_TD = jax.random.normal(jax.random.key(1), (nodes, WIDTH), jnp.bfloat16)
@@ -165,13 +181,14 @@ def check(num_routings: int) -> None:
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     count = -(-num_routings // len(SHAPES))
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        names = ["own", "own_wide", *(name for group in EQUAL for name in group)]
         shapes = [
-            [pool.submit(run_shape, number, form, count) for form in range(4 if number in COMPARED else 1)]
+            {name: pool.submit(run_shape, number, name, count) for name in names[: None if number in COMPARED else 2]}
             for number in range(len(SHAPES))
         ]
         shards = [
-            (shard, nodes, [pool.submit(run_shard, shard, nodes, form, 100) for form in range(num_forms)])
-            for nodes, num_forms in ((16, 4), (1, 1), (64, 1))
+            (shard, nodes, {name: pool.submit(run_shard, shard, nodes, name, 100) for name in names[:num_forms]})
+            for nodes, num_forms in ((16, 6), (1, 1), (64, 2))
             for shard in SHARDS
         ]
         is_right = all([_report_shape(SHAPES[number], forms) for number, forms in enumerate(shapes)])
@@ -179,24 +196,35 @@ def check(num_routings: int) -> None:
     assert is_right, "see above"
 
 
-def _report_shape(shape: tuple[int, ...], forms: list[concurrent.futures.Future]) -> bool:
-    errors, bits = zip(*(form.result() for form in forms), strict=True)
-    wrong = [i for i, error in enumerate(map(max, zip(*errors, strict=True))) if not error < LARGEST_ERROR]
-    is_portable = all(other == bits[1] for other in bits[2:])
-    print(
-        f"T, X, E, D, F = {shape}: {len(errors[0])} routings, {len(forms)} forms, largest error {max(map(max, errors)):.5f}, "
-        f"wrong {wrong}, portable forms bit-equal: {is_portable}",
-        flush=True,
-    )
-    return not wrong and is_portable
+def _find_unequal(bits: dict[str, Any]) -> list[str]:
+    """Forms whose bits are not those of the first that adds up in the same order."""
+    groups = [[name for name in group if name in bits] for group in EQUAL]
+    return [name for group in groups for name in group[1:] if bits[name] != bits[group[0]]]
 
 
-def _report_shard(shard: Shard, nodes: int, forms: list[concurrent.futures.Future]) -> bool:
-    repeatable, bits = zip(*(form.result() for form in forms), strict=True)
-    is_portable = all(other == bits[1] for other in bits[2:])
+def _report_shape(shape: tuple[int, ...], forms: dict[str, concurrent.futures.Future]) -> bool:
+    results = {name: form.result() for name, form in forms.items()}
+    wrong = {
+        name: [i for i, error in enumerate(errors) if not error < LARGEST_ERROR]
+        for name, (errors, _) in results.items()
+    }
+    wrong = {name: routings for name, routings in wrong.items() if routings}
+    unequal = _find_unequal({name: bits for name, (_, bits) in results.items()})
+    largest = max(max(errors) for errors, _ in results.values())
     print(
-        f"{shard.mesh}, {nodes} nodes, {len(forms)} forms: 100 runs bit-equal: {all(repeatable)}, "
-        f"portable forms: {is_portable}",
+        f"T, X, E, D, F = {shape}: {len(results['own'][0])} routings, {len(forms)} forms, largest error {largest:.5f}, "
+        f"wrong {wrong}, not bit-equal {unequal}",
         flush=True,
     )
-    return all(repeatable) and is_portable
+    return not wrong and not unequal
+
+
+def _report_shard(shard: Shard, nodes: int, forms: dict[str, concurrent.futures.Future]) -> bool:
+    results = {name: form.result() for name, form in forms.items()}
+    changing = [name for name, (is_repeatable, _) in results.items() if not is_repeatable]
+    unequal = _find_unequal({name: bits for name, (_, bits) in results.items()})
+    print(
+        f"{shard.mesh}, {nodes} nodes, {len(forms)} forms: not bit-equal in 100 runs {changing}, among forms {unequal}",
+        flush=True,
+    )
+    return not changing and not unequal

@@ -24,7 +24,21 @@ from ddtree_jax.sharding import initialize, make_mesh, sharding_of
 from experiments import check_int4_moe
 
 TINY_TARGET = Path(__file__).parents[1] / "experiments/tiny_kimi/target"
-FORMS = {"hopper": int4_spans.HOPPER, "small": int4_spans.SMALL, "ampere": int4_spans.AMPERE}
+FORMS = {
+    "hopper": int4_spans.HOPPER,
+    "small": int4_spans.SMALL,
+    "ampere": int4_spans.AMPERE,
+    "wide": dataclasses.replace(int4_spans.HOPPER, unit_tokens=64, reads_subnormals=True),
+}
+LOWERED = [
+    *(
+        (form, shape)
+        for form in ("hopper", "small", "ampere")
+        for shape in ((16, 8, 384, 7168, 256), (5, 3, 8, 96, 96))
+    ),
+    ("hopper", (64, 8, 48, 7168, 2048)),
+    ("wide", (17, 4, 12, 512, 256)),
+]
 
 
 def draw(rng: np.random.Generator, *shape: int) -> tuple[jax.Array, jax.Array]:
@@ -217,8 +231,7 @@ def test_blocks_never_wait_in_vain(shapes: tuple) -> None:
     assert counts == needed
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shape", [(16, 8, 384, 7168, 256), (64, 8, 48, 7168, 2048), (5, 3, 8, 96, 96)])
+@pytest.mark.parametrize(("form", "shape"), LOWERED)
 def test_every_form_lowers_for_cuda(form: str, shape: tuple[int, ...]) -> None:
     T, X, E, D, F = shape
     experts = block_shapes(E, D, F)

@@ -11,7 +11,7 @@ import pytest
 from ddtree_jax.pallas import int4_moe, int4_prefill, int4_spans
 from ddtree_jax.pallas.int4_blocks import BLOCK_WORDS, pack_down
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, pack_experts
-from ddtree_jax.pallas.int4_prefill_schedule import MAX_TOKENS, build_schedule, max_units, prepare
+from ddtree_jax.pallas.int4_prefill_schedule import MAX_TOKENS, build_schedule, max_units
 from ddtree_jax.pallas.int4_prefill_steps import permute_columns
 from ddtree_jax.quant import pack_int4
 
@@ -136,7 +136,11 @@ def test_input_that_the_kernels_do_not_take_is_named() -> None:
         choose(experts, shape=(4096, 16))
 
 
-def test_preparation_lowers_for_cuda() -> None:
-    arguments = jax.ShapeDtypeStruct((300, 512), jnp.bfloat16), jax.ShapeDtypeStruct((300, 3), jnp.int32)
-    function = jax.jit(functools.partial(prepare, num_experts=5, num_blocks=132))
-    assert "int4_prefill_prepare" in function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+def test_the_form_that_reads_subnormals_lowers_for_cuda() -> None:
+    experts = block_shapes(4, 512, 256)
+    config = int4_prefill.Config(reads_subnormals=True)
+    shapes = zip([(65, 512), (65, 3), (65, 3)], [jnp.bfloat16, jnp.int32, jnp.float32], strict=True)
+    function = jax.jit(functools.partial(int4_prefill.int4_moe_prefill, config=config))
+    traced = function.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes), *experts)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert [name for name in KERNELS if name not in text] == []

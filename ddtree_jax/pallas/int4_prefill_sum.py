@@ -28,8 +28,12 @@ def sum_pairs(
     weight_TX: Float[Array, "T X"],
     num_experts: int,
     num_blocks: int,
+    scale: float = 1.0,
 ) -> BFloat16[Array, "T D"]:
-    """Rows of tokens from slices ``y_MPc`` of their pairs' rows; what pairs without an expert here hold is left out."""
+    """Rows of tokens from slices ``y_MPc`` of their pairs' rows, ``scale`` times them.
+
+    What pairs without an expert here hold is left out.
+    """
     num_slices, _, width = y_MPc.shape
     T = expert_TX.shape[0]
     workers = num_blocks * _WARPGROUPS // num_slices
@@ -40,7 +44,8 @@ def sum_pairs(
         @pl.when(worker < workers * num_slices)
         def _() -> None:
             tile, first = lax.rem(worker, jnp.int32(num_slices)), worker // num_slices
-            _sum_slice(y, expert, weight, out, tile, first, num_experts=num_experts, num_workers=workers)
+            sizes = {"num_experts": num_experts, "num_workers": workers}
+            _sum_slice(y, expert, weight, out, tile, first, scale=scale, **sizes)
 
     return plgpu.kernel(
         body,
@@ -57,9 +62,11 @@ def sum_pairs(
 
 
 def _sum_slice(
-    y: Any, expert: Any, weight: Any, out: Any, *scalars: jax.Array, num_experts: int, num_workers: int
+    y: Any, expert: Any, weight: Any, out: Any, *scalars: jax.Array, num_experts: int, num_workers: int, scale: float
 ) -> None:
     """Adds up the pairs of every ``num_workers``-th token, weighted, in their order, in float32, for 512 columns.
+
+    ``scale`` is a power of 2, so that nothing is rounded where it is multiplied.
 
     Scalars: slice of ``y`` [slices, pairs, 512], first token. Pairs without an expert here are left out.
     """
@@ -92,6 +99,8 @@ def _sum_slice(
                     factor = llvm.load(w.f32(), w.at(w.gmem(weight), at, w.GLOBAL))
                     # The router's weight of another shard's expert may be anything.
                     factor = arith.select(is_local, factor, arith.constant(w.f32(), 0.0))
+                    if scale != 1:
+                        factor = arith.mulf(factor, arith.constant(w.f32(), scale))
                     loaded.append((words, factor))
             for i, token in enumerate(tokens):
                 total = [arith.constant(w.f32(), 0.0)] * 4
