@@ -3,7 +3,7 @@
 import functools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,6 +121,8 @@ class Engine:
         Raises:
           ValueError: a wrong argument, a folder that is no finished checkpoint, or two models that do not fit.
         """
+        options = mesh, max_length, dtype, prefill_chunk, prefix_cache, kernels, drafter_rope_amplitude
+        hosts.check_same("options of Engine.load", lambda: (*options, drafter is None, drafter_sliding_causal))
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise ValueError(f"dtype is {shown(dtype)}; allowed: {', '.join(map(repr, _DTYPES))}")
         _check_options(prefill_chunk, prefix_cache)
@@ -182,7 +184,7 @@ class Engine:
         Raises:
           ValueError: a wrong argument, named. Nothing has been computed then.
         """
-        job = self._job(self._read_prompts(prompts, thinking), sampling, decode)
+        job = self._job(functools.partial(self._read_prompts, prompts, thinking), sampling, decode)
         rounds = STREAM_ROUNDS if any(params.stop for params in job.params) else ALL_ROUNDS
         return self._completions(job, deque(self._run(job, rounds), maxlen=1).pop())
 
@@ -199,13 +201,13 @@ class Engine:
         The same loop as `generate`, in slices of rounds; the pieces join to its ``text`` or ``token_ids``. Errors as there,
         raised by the call itself.
         """
-        return self._pieces(self._job(self._one_prompt(prompt, thinking), sampling, decode))
+        return self._pieces(self._job(functools.partial(self._one_prompt, prompt, thinking), sampling, decode))
 
     def trace(
         self, prompt: Any, sampling: SamplingParams = SamplingParams(), decode: DecodeConfig = DecodeConfig()
     ) -> Iterator[RoundTrace]:
         """Decodes one prompt a round at a time and yields what each round drafted and accepted."""
-        job = self._job(self._one_prompt(prompt, True), sampling, decode)
+        job = self._job(functools.partial(self._one_prompt, prompt, True), sampling, decode)
         return (traced for progress in self._run(job, 1) if (traced := trace(progress.state)) is not None)
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -259,7 +261,8 @@ class Engine:
         return prompts
 
     def _token_ids(self, token_ids: Any) -> list[int]:
-        return read_token_ids(token_ids, "token_ids", Limits(self._vocab_size, self.max_length, "max_length"))
+        limits = Limits(self._vocab_size, self.max_length, "max_length")
+        return hosts.check_same("token_ids", functools.partial(read_token_ids, token_ids, "token_ids", limits))
 
     def _drafter_config(self, needed_by: str) -> DFlashConfig:
         if self.models.drafter is None:
@@ -271,15 +274,27 @@ class Engine:
         is_float32 = self.models.target.norm_D.dtype == jnp.float32
         return jax.default_matmul_precision("highest" if is_float32 else "default")
 
-    def _job(self, prompts: list[Prompt], sampling: Any, decode_config: DecodeConfig) -> "_Job":
+    def _job(self, read_prompts: Callable[[], list[Prompt]], sampling: Any, decode_config: DecodeConfig) -> "_Job":
         """Checks everything that can be wrong before anything is computed."""
+
+        def check() -> tuple[list[Prompt], list[SamplingParams], DecodeConfig]:
+            prompts = read_prompts()
+            return prompts, self._params(sampling, len(prompts), decode_config), decode_config
+
+        prompts, params, _ = hosts.check_same("prompts or options", check)
+        plan = self._plan(decode_config, any(one.top_logprobs for one in params))
+        arrays = self._sampling_arrays(params, [prompt.token_ids for prompt in prompts])
+        return _Job(prompts, params, self._placement.put(arrays), plan, min(decode_config.budget, plan.num_nodes - 1))
+
+    def _params(self, sampling: Any, num_prompts: int, decode_config: Any) -> list[SamplingParams]:
+        """One a prompt, checked, and whether there is a way to decode."""
         if not isinstance(decode_config, DecodeConfig):
             raise ValueError(f"decode is {shown(decode_config)}; a DecodeConfig is needed")
-        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        params = [sampling] * num_prompts if isinstance(sampling, SamplingParams) else sampling
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
             raise ValueError(f"sampling is {shown(sampling)}; allowed is a SamplingParams, or a list of one a prompt")
-        if len(params) != len(prompts):
-            raise ValueError(f"sampling has {len(params)} entries; allowed are {len(prompts)}, one a prompt")
+        if len(params) != num_prompts:
+            raise ValueError(f"sampling has {len(params)} entries; allowed are {num_prompts}, one a prompt")
         for one in params:
             for name, ids in (("stop_token_ids", one.stop_token_ids), ("logit_bias", one.logit_bias)):
                 for token in ids:
@@ -289,12 +304,7 @@ class Engine:
                 raise ValueError(
                     f"stop is {shown(one.stop)}, but the checkpoint has no tokenizer; allowed: stop_token_ids"
                 )
-        hosts.check_same("prompts or options", (prompts, list(params), decode_config))
-        plan = self._plan(decode_config, any(one.top_logprobs for one in params))
-        arrays = self._sampling_arrays(params, [prompt.token_ids for prompt in prompts])
-        return _Job(
-            prompts, list(params), self._placement.put(arrays), plan, min(decode_config.budget, plan.num_nodes - 1)
-        )
+        return list(params)
 
     def _plan(self, decode_config: DecodeConfig, wants_top_logprobs: bool) -> Plan:
         depth, mask_token_id = 0, 0

@@ -15,6 +15,7 @@ import json
 import re
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,10 @@ from jax.experimental import multihost_utils
 from ddtree_jax.arguments import is_integer, is_number, shown
 
 _KNOCK_SECONDS = 0.2
+_LINE_SECONDS = 2.0
+"""How long process 0 listens to one who knocks."""
+_LATE_SECONDS = 3.0
+"""How long it waits for the others once it knows that something is wrong, so that they hear of it too."""
 _GRACE_SECONDS = 5.0
 """How much longer than process 0 the others wait, so that they hear of who did not come."""
 _MAX_LINE = 4096
@@ -58,19 +63,27 @@ def join(coordinator_address: str, num_processes: int, process_id: int, timeout_
     jax.distributed.initialize(coordinator_address, num_processes, process_id, initialization_timeout=seconds)
 
 
-def check_same(what: str, value: Any) -> None:
-    """Whether all processes have the same ``value``, told by its ``repr``. One process alone always has.
+def check_same[Value](what: str, make: Callable[[], Value]) -> Value:
+    """``make()``, if all processes make the same of it, told by its ``repr``. A `ValueError` of it counts as what it makes.
 
     Raises:
-      ValueError: they differ. All processes raise it.
+      ValueError: that of ``make``; or processes differ, which all raise that have none of their own.
     """
     if jax.process_count() == 1:
-        return
-    digest = np.frombuffer(hashlib.sha256(repr(value).encode()).digest(), np.uint8)
+        return make()
+    error = value = None
+    try:
+        value = make()
+    except ValueError as refusal:
+        error = refusal
+    digest = np.frombuffer(hashlib.sha256(repr((value, error)).encode()).digest(), np.uint8)
     digests = np.asarray(multihost_utils.process_allgather(digest))
+    if error is not None:
+        raise error
     differing = [number for number, other in enumerate(digests) if not np.array_equal(other, digests[0])]
     if differing:
         raise ValueError(f"{what} of process {differing[0]} differ from those of process 0; all must be alike")
+    return value
 
 
 def _read_address(address: Any) -> tuple[str, int]:
@@ -95,31 +108,31 @@ def _call_roll(port: int, num_processes: int, deadline: float) -> None:
 def _hear_all(
     listener: socket.socket, num_processes: int, deadline: float, connections: list[socket.socket]
 ) -> str | None:
-    """Collects a connection of each other process. What is wrong with them, if anything."""
-    missing = set(range(1, num_processes))
-    while missing:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            names = ", ".join(map(str, sorted(missing)))
-            return f"num_processes is {num_processes}, but of process {names} nothing was heard"
+    """Collects a connection of each other process. What is wrong with them, if anything: the first thing heard."""
+    missing, error = set(range(1, num_processes)), None
+    while missing and (left := deadline - time.monotonic()) > 0:
         listener.settimeout(left)
-        try:
+        with contextlib.suppress(OSError):  # nobody came, or has gone again
             connection, _ = listener.accept()
-        except TimeoutError:
-            continue
-        try:
-            connection.settimeout(_KNOCK_SECONDS)
-            number, expected = map(int, json.loads(_read_line(connection)))
-        except (OSError, ValueError, TypeError):  # somebody else
-            connection.close()
-            continue
-        connections.append(connection)
-        if expected != num_processes:
-            return f"num_processes is {num_processes} for process 0, but {expected} for process {number}"
-        if number not in missing:
-            return f"process_id is {number} for two processes"
-        missing.remove(number)
-    return None
+            try:
+                number, expected = map(int, json.loads(_read_line(connection, _LINE_SECONDS)))
+            except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):  # somebody else
+                connection.close()
+                continue
+            connections.append(connection)
+            wrong = None
+            if expected != num_processes:
+                wrong = f"num_processes is {num_processes} for process 0, but {expected} for process {number}"
+            elif number not in missing:
+                wrong = f"process_id is {number} for two processes"
+            if wrong:
+                deadline = min(deadline, time.monotonic() + _LATE_SECONDS)
+            error = error or wrong
+            missing.discard(number)
+    if missing and not error:
+        names = ", ".join(map(str, sorted(missing)))
+        return f"num_processes is {num_processes}, but of process {names} nothing was heard"
+    return error
 
 
 def _answer(host: str, port: int, num_processes: int, process_id: int, deadline: float) -> None:
@@ -128,8 +141,7 @@ def _answer(host: str, port: int, num_processes: int, process_id: int, deadline:
         try:
             with socket.create_connection((host, port), timeout=left) as connection:
                 connection.sendall(f"{json.dumps([process_id, num_processes])}\n".encode())
-                connection.settimeout(max(0.0, deadline - time.monotonic()) + _GRACE_SECONDS)
-                answer = json.loads(_read_line(connection))
+                answer = json.loads(_read_line(connection, left + _GRACE_SECONDS))
         except (OSError, ValueError):
             time.sleep(_KNOCK_SECONDS)
             continue
@@ -148,9 +160,10 @@ def _listen(port: int) -> socket.socket:
         raise ValueError(f"coordinator_address has port {port}; a free one is needed ({error.strerror})") from error
 
 
-def _read_line(connection: socket.socket) -> str:
-    line = b""
+def _read_line(connection: socket.socket, seconds: float) -> str:
+    line, deadline = b"", time.monotonic() + seconds
     while not line.endswith(b"\n"):
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         piece = connection.recv(_MAX_LINE)
         if not piece or len(line) > _MAX_LINE:
             raise OSError("the connection ended")

@@ -66,8 +66,8 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def join_processes(values: flags.FlagValues) -> None:
-    """Joins the other processes, if the flags speak of any."""
-    if (values.coordinator_address, values.num_processes, values.process_id) != (None, None, None):
+    """Joins the other processes, if the flags speak of any; an address in the environment alone says nothing."""
+    if values["coordinator_address"].present or (values.num_processes, values.process_id) != (None, None):
         hosts.join(values.coordinator_address, values.num_processes, values.process_id, values.join_seconds)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ddtree_jax import DecodeConfig, Engine, SamplingParams, hosts
 from ddtree_jax.sharding import MESH_AXES, make_mesh
 
-PROMPT = [7, 111, 42]
+OTHER, PROMPT = [5, 80, 99, 23], [7, 111, 42]
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_p=0.95, seed=7)
 MESH = "expert=2,tensor=4"
@@ -37,15 +37,15 @@ def connect() -> None:
     jax.block_until_ready(jax.jit(run)(np.ones(1, np.float32)))
 
 
-def load(target: str, drafter: str, mesh: str | None) -> Engine:
+def load(target: str, drafter: str | None, mesh: str | None) -> Engine:
     return Engine.load(target, drafter, mesh=mesh, max_length=32, dtype="float32", prefix_cache=True)
 
 
-def findings(engine: Engine, mode: str) -> dict[str, list[int]]:
-    """What each of the engine's methods gives; the second prompt goes on behind the first one."""
+def findings(engine: Engine, mode: str) -> dict[str, list]:
+    """What each of the engine's methods gives; the second call goes on behind the second one of the first."""
     decode = DecodeConfig(mode=mode, budget=7)
-    greedy = engine.generate(PROMPT, GREEDY, decode)[0].token_ids
-    text = PROMPT + greedy
+    greedy = [done.token_ids for done in engine.generate([OTHER, PROMPT], GREEDY, decode)]
+    text = PROMPT + greedy[1]
     return {
         "greedy": greedy,
         "sampled": engine.generate(text, SAMPLED, decode)[0].token_ids,
@@ -72,6 +72,9 @@ def main(target: str, drafter: str, address: str, number: str) -> None:
         refusal(load, target, drafter, "tensor=4"),
         refusal(engine.generate, [int(number)]),
         refusal(engine.generate, PROMPT, SamplingParams(seed=int(number))),
+        refusal(engine.generate, PROMPT if number == "0" else [10**9]),
+        refusal(engine.score, [int(number)]),
+        refusal(load, target, drafter if number == "0" else None, MESH),
     ]
     print(json.dumps({"found": found, "refused": refused}), flush=True)
 

@@ -86,7 +86,7 @@ def test_padding_and_finished_sequences_choose_no_expert(engines, routed_by, mod
     """Three of four places, the second one finished, budget 5 in a bucket of 7 nodes."""
     engine, _ = engines
     decode_config = DecodeConfig(mode=mode, budget=5)
-    job = engine._job(engine._read_prompts(PROMPTS, True), SamplingParams(ignore_eos=True), decode_config)
+    job = engine._job(lambda: engine._read_prompts(PROMPTS, True), SamplingParams(ignore_eos=True), decode_config)
     state = next(engine._run(job, 1)).state
 
     def round_with(finish_B: Array) -> tuple[decode.State, np.ndarray]:

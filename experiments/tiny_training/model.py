@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from ddtree_jax import kimi, quant
 from ddtree_jax.config import KimiConfig
-from ddtree_jax.layers import Layer, rms_norm, rotate
+from ddtree_jax.layers import Layer, gated_mlp, rms_norm, rotate
 from ddtree_jax.sharding import ArrayInfo, Parameters
 
 Arrays = dict[str, dict[str, Array]]
@@ -42,14 +42,18 @@ class DenseExperts(Layer):
         }
 
     def __call__(
-        self, x_TD: Float[Array, "T D"], expert_TX: Int32[Array, "T X"], weight_TX: Float[Array, "T X"]
+        self,
+        x_TD: Float[Array, "T D"],
+        expert_TX: Int32[Array, "T X"],
+        weight_TX: Float[Array, "T X"],
+        shared: tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]],
     ) -> Float[Array, "T D"]:
         one_hot_TXE = jax.nn.one_hot(expert_TX, self.config.n_routed_experts, dtype=weight_TX.dtype)
         weight_TE = jnp.einsum("TXE,TX->TE", one_hot_TXE, weight_TX)
         both_TE2F = jnp.einsum("TD,EZFD->TEZF", x_TD, self.gate_up_E2FD[...])
         hidden_TEF = jax.nn.silu(both_TE2F[:, :, 0]) * both_TE2F[:, :, 1]
         hidden_TEF = hidden_TEF * weight_TE[:, :, None].astype(x_TD.dtype)
-        return jnp.einsum("TEF,EDF->TD", hidden_TEF, self.down_EDF[...])
+        return jnp.einsum("TEF,EDF->TD", hidden_TEF, self.down_EDF[...]) + gated_mlp(x_TD[None], *shared)[0]
 
 
 class ExpandedAttention(kimi.Attention):
