@@ -20,7 +20,9 @@ from ddtree_jax.pallas.skinny_gemm import (
     skinny_gemm_reference,
     unpack_weights,
 )
-from ddtree_jax.pallas.skinny_gemm_kernel import Shape, finish, finish_cluster, launch, num_stages, store_part
+from ddtree_jax.pallas.skinny_gemm_kernel import launch
+from ddtree_jax.pallas.skinny_gemm_shape import Shape, num_stages
+from ddtree_jax.pallas.skinny_gemm_sums import finish, finish_cluster, store_part
 
 MIXED = (Output(width=76), Output(width=20, dtype=jnp.float32), Output(width=36, is_gated=True))
 

@@ -3,6 +3,9 @@
 ``y[T, O] = x[T, K] @ weight[O, K].T`` in bfloat16, summed in float32. Several weights that take the same input are one
 launch with an output each: the query's and the latent's first projections, or the router and the shared expert's gate and
 up. `pack_weights` lays them out when they are loaded; nothing in a step of decoding moves them.
+
+The kernel has not run on a GPU yet: the times by which its tiles are shared out are estimates (`Config`), and the engine
+does not take it.
 """
 
 import dataclasses
@@ -16,7 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float
 
 from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.skinny_gemm_kernel import SIDE, Config, Output, Shape, launch, num_stages
+from ddtree_jax.pallas.skinny_gemm_kernel import launch
+from ddtree_jax.pallas.skinny_gemm_shape import SIDE, Config, Output, Shape, num_stages
 
 MAX_TOKENS = 64
 MAX_CLUSTER = 8
@@ -129,7 +133,7 @@ def device_config() -> Config:
 
 
 def choose_config(blocks: Any, config: Config) -> Config:
-    """The fastest way to share out tiles, by the times of ``config``: not at all, in clusters, or in equal spans."""
+    """How to share out tiles: not at all, in clusters, or in equal spans. Shortest by the times of ``config``, estimates."""
     tiles, num_bytes = blocks.shape[0], 2 * math.prod(blocks.shape)
 
     def seconds(num_blocks: int, extra: float) -> float:

@@ -13,12 +13,15 @@ wherever tiles begin or end::
 Weights are the operand with 64 rows of ``wgmma``, tokens the narrow one, both from shared memory. A tile that lies in one
 block goes straight to the outputs. Of one that blocks share, the block that has its head adds the parts of the others in
 the order of blocks: the same on every run. No block waits before it has handed over its own part, so that none waits for
-itself, and every tail has been there for the length of a span when it is asked for.
+itself, and every tail should have been there for the length of a span when it is asked for.
 
 Where a tile has as many blocks of its own as a cluster, they read each other's shared memory instead, each of them adding
 up its share of the tile, in the same order: no way through the second cache, but multiprocessors that clusters leave over.
 
-Bytes: the weight, and for every step its columns of the tokens, which lie in the second cache; 4.57 TB/s on an H200.
+Bytes: the weight, and for every step its columns of the tokens, which should lie in the second cache; 4.57 TB/s on an
+H200 at best.
+
+Not yet run on a GPU: what is said here of time is a plan, not a measurement.
 """
 
 import functools
@@ -39,215 +42,10 @@ from jaxtyping import Array, BFloat16
 from ddtree_jax.pallas import simt
 from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.simt import FLOAT, UINT
+from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Config, Shape, num_stages
+from ddtree_jax.pallas.skinny_gemm_sums import finish, finish_cluster, store_part
 
-SIDE = 64
-"""Rows and columns of a weight block: the rows of ``wgmma``, and a line of 128 bytes."""
-_WARPGROUP = 128
 _WGMMA = plgpu.Layout.WGMMA
-_VECTORS_IN_FLIGHT = 16  # Of four sums each, that a thread waits for at once.
-_PAD = 4  # Floats behind a token's sums, so that a warp's stores meet all banks.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """``num_blocks`` run at once, one a multiprocessor; a step has ``step_blocks`` blocks of 64 columns.
-
-    With a ``cluster`` above 1 there are that many blocks for every tile, whatever ``num_blocks`` is.
-
-    The times decide how tiles are shared out (`skinny_gemm.choose_config`): what it costs to add up parts through device
-    memory or in a cluster, and what one block and all of them read. Clusters lie in groups of multiprocessors.
-    """
-
-    num_blocks: int = 132
-    cluster: int = 1
-    step_blocks: int = 2
-    max_stages: int = 16
-    shared_bytes: int = 220_000
-    group_size: int = 16
-    split_microseconds: float = 2.0
-    cluster_microseconds: float = 1.0
-    block_bytes_a_microsecond: float = 60e3
-    bytes_a_microsecond: float = 4.57e6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Output:
-    """A result [T, width]; of a gated one it is ``silu(gate) * up`` of two weights of that width."""
-
-    width: int
-    dtype: Any = jnp.bfloat16
-    is_gated: bool = False
-
-    @property
-    def num_blocks(self) -> int:
-        """Of 64 weight rows."""
-        return -(-self.width * (2 if self.is_gated else 1) // SIDE)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """What is static in a launch. ``num_tokens`` is a multiple of 8, of which ``num_stored`` are written."""
-
-    num_tokens: int
-    num_stored: int
-    num_tiles: int
-    num_columns: int
-    """Blocks of 64 columns in a tile."""
-    warpgroups: int
-    tiles_a_group: int
-    num_blocks: int
-    cluster: int
-    """Blocks of a tile that read each other's sums; 1: parts go through device memory."""
-    step_blocks: int
-    outputs: tuple[Output, ...]
-
-    @property
-    def num_steps(self) -> int:
-        """In a tile."""
-        return self.num_columns // self.step_blocks
-
-    @property
-    def total_steps(self) -> int:
-        return self.num_tiles * self.num_steps
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether any tile lies in several blocks that are no cluster."""
-        return self.cluster == 1 and self.num_tiles % self.num_blocks != 0
-
-    @property
-    def rows(self) -> int:
-        """Of a tile."""
-        return SIDE * self.warpgroups
-
-    @property
-    def num_threads(self) -> int:
-        """That multiply."""
-        return _WARPGROUP * self.warpgroups
-
-    @property
-    def stage_bytes(self) -> int:
-        return 2 * SIDE * self.step_blocks * (self.rows + self.num_tokens)
-
-    @property
-    def sums_stride(self) -> int:
-        """Floats from a token's sums to the next one's."""
-        return self.rows + _PAD
-
-    def span(self, block: Any) -> tuple[Any, Any]:
-        return block * self.total_steps // self.num_blocks, (block + 1) * self.total_steps // self.num_blocks
-
-    def owner(self, step: Any) -> Any:
-        """The block whose span has the step."""
-        return ((step + 1) * self.num_blocks - 1) // self.total_steps
-
-    @property
-    def max_pieces(self) -> int:
-        """Most tiles that a block has a part of."""
-        spans = map(self.span, range(self.num_blocks))
-        return max((end - 1) // self.num_steps - start // self.num_steps + 1 for start, end in spans)
-
-
-def store_part(t: Any, shape: Shape, block: Any, sums: Any, parts: Any) -> None:
-    """Hands the block's sums over. ``sums`` [tokens, stride] in shared memory, ``parts`` [blocks, tokens, rows]."""
-    for token, row in _places(t, shape):
-        values = t.load_vector(sums, token * shape.sums_stride + row, 4)
-        t.store_vector(parts, (block * shape.num_tokens + token) * shape.rows + row, values)
-
-
-def finish(t: Any, shape: Shape, tile: Any, first: Any, count: Any, sums: Any, parts: Any, *outs: Any) -> None:
-    """Adds the parts of ``count`` blocks from ``first`` on to a tile's sums, in order, and writes its outputs.
-
-    The outputs [T, width] are given as words: a bfloat16 one has two values in each.
-    """
-    places = _places(t, shape)
-    totals = [t.load_vector(sums, token * shape.sums_stride + row, 4) for token, row in places]
-    unroll = max(1, _VECTORS_IN_FLIGHT // len(places))
-
-    def add(turn: Any, *flat: Any) -> list:
-        blocks = [turn * unroll + i for i in range(unroll)]
-        loaded = []
-        for number in blocks:
-            block = first + t.minimum(number, count - 1)
-            at = [(block * shape.num_tokens + token) * shape.rows + row for token, row in places]
-            loaded.append([value for index in at for value in t.load_vector(parts, index, 4)])
-        for number, values in zip(blocks, loaded, strict=True):
-            flat = [x + t.select(number < count, value, 0.0) for x, value in zip(flat, values, strict=True)]
-        return list(flat)
-
-    flat = [value for total in totals for value in total]
-    if shape.has_parts:
-        flat = t.loop(t.divide(count + (unroll - 1), unroll), add, flat)
-    for i, (token, row) in enumerate(places):
-        _write(t, shape, tile * shape.rows + row, token, flat[4 * i : 4 * i + 4], outs)
-
-
-def finish_cluster(
-    t: Any, shape: Shape, tile: Any, rank: Any, load: Callable, let_go: Callable[[], None], *outs: Any
-) -> None:
-    """Adds up a block's share of a tile, in the order of the cluster's blocks, and writes its outputs.
-
-    ``load(i, index)`` gives four sums of block i; after ``let_go()`` none are loaded any more.
-    """
-    places, totals = _places(t, shape, rank), []
-    for token, row in places:
-        # The last turn may have more threads than places; what lies behind the tokens is not written.
-        index = t.minimum(token, shape.num_tokens - 1) * shape.sums_stride + row
-        total, *others = [load(i, index) for i in range(shape.cluster)]
-        for values in others:
-            total = [x + value for x, value in zip(total, values, strict=True)]
-        totals.append(total)
-    let_go()
-    for (token, row), total in zip(places, totals, strict=True):
-        _write(t, shape, tile * shape.rows + row, token, total, outs)
-
-
-def _places(t: Any, shape: Shape, rank: Any = None) -> list[tuple[Any, Any]]:
-    """Token and first of four rows, of every turn of a thread; of all of them, or of those of one block of the cluster."""
-    per_token = shape.rows // 4
-    sharing = 1 if rank is None else shape.cluster
-    turns = -(-shape.num_tokens * per_token // (shape.num_threads * sharing))
-    places = []
-    for turn in range(turns):
-        first = turn * shape.num_threads if rank is None else (rank + turn * sharing) * shape.num_threads
-        index = t.thread() + first
-        token = t.divide(index, per_token)
-        places.append((token, (index - token * per_token) * 4))
-    return places
-
-
-def _write(t: Any, shape: Shape, row: Any, token: Any, values: Sequence[Any], outs: Sequence[Any]) -> None:
-    """Four rows' values of a token, to the output that they belong to."""
-    begin = 0
-    for output, out in zip(shape.outputs, outs, strict=True):
-        is_gated = output.is_gated
-        # Four rows of a gated output are two features: their gates, then their ups.
-        column = (row - begin * SIDE) >> 1 if is_gated else row - begin * SIDE
-        is_inside = (row >= begin * SIDE) & (column < output.width) & (token < shape.num_stored)
-        kept = [_silu(t, values[i]) * values[i + 2] for i in range(2)] if is_gated else values
-        with t.when(is_inside):
-            at = token * output.width + column
-            if np.dtype(output.dtype).itemsize == 2:
-                words = [_pack(t, *kept[i : i + 2]) for i in range(0, len(kept), 2)]
-                t.store_vector(out, at >> 1, words)
-            else:
-                t.store_vector(out, at, [t.bits(value, UINT) for value in kept])
-        begin += output.num_blocks
-
-
-def _silu(t: Any, x: Any) -> Any:
-    return x / (t.exp2(x * -1.4426950408889634) + 1.0)
-
-
-def _pack(t: Any, low: Any, high: Any) -> Any:
-    """Two floats as bfloat16 in a word, rounded to the nearest, to even in the middle."""
-
-    def narrow(x: Any) -> Any:
-        bits = t.bits(x, UINT)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return t.select(t.is_equal(x, x), rounded, 0x7FC0)
-
-    return narrow(low) | (narrow(high) << 16)
 
 
 def _stage_sums(sums_ref: Any, warpgroup: Array, acc: Array, shape: Shape) -> None:
@@ -434,12 +232,6 @@ def _at_cluster_barrier(*actions: str) -> None:
     w.inline(0, 0)(functools.partial(_cluster_barrier, *actions))()
 
 
-def num_stages(shape: Shape, config: Config) -> int:
-    """Of the ring, as many as shared memory holds beside the sums."""
-    free = config.shared_bytes - 4 * shape.num_tokens * shape.sums_stride
-    return min(config.max_stages, free // shape.stage_bytes)
-
-
 def launch(
     x_TK: BFloat16[Array, "T K"],
     blocks_bok: BFloat16[Array, "b 64 64"],
@@ -461,7 +253,7 @@ def launch(
             index = index * shape.cluster + lax.axis_index("rank")
         semaphores = None
         if shape.has_parts and interpret is None:
-            threads = shape.num_threads + _WARPGROUP
+            threads = shape.num_threads + WARPGROUP
             size = 1 + shape.num_tiles
             semaphores = w.open_semaphores(size, index, shape.num_blocks, threads, shape.num_threads)
         memories = (x, blocks, parts, outs, x_s, blocks_s, sums_s, full, free)

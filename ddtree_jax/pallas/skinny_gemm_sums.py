@@ -1,0 +1,116 @@
+"""What threads of `skinny_gemm` do with a tile's sums: hand them over, add them up in order, write them as outputs.
+
+``t`` is what a thread can do, on a GPU (`simt`) or on numpy in tests.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ddtree_jax.pallas.simt import UINT
+from ddtree_jax.pallas.skinny_gemm_shape import SIDE, Shape
+
+_VECTORS_IN_FLIGHT = 16  # Of four sums each, that a thread waits for at once.
+
+
+def store_part(t: Any, shape: Shape, block: Any, sums: Any, parts: Any) -> None:
+    """Hands the block's sums over. ``sums`` [tokens, stride] in shared memory, ``parts`` [blocks, tokens, rows]."""
+    for token, row in _places(t, shape):
+        values = t.load_vector(sums, token * shape.sums_stride + row, 4)
+        t.store_vector(parts, (block * shape.num_tokens + token) * shape.rows + row, values)
+
+
+def finish(t: Any, shape: Shape, tile: Any, first: Any, count: Any, sums: Any, parts: Any, *outs: Any) -> None:
+    """Adds the parts of ``count`` blocks from ``first`` on to a tile's sums, in order, and writes its outputs.
+
+    The outputs [T, width] are given as words: a bfloat16 one has two values in each.
+    """
+    places = _places(t, shape)
+    totals = [t.load_vector(sums, token * shape.sums_stride + row, 4) for token, row in places]
+    unroll = max(1, _VECTORS_IN_FLIGHT // len(places))
+
+    def add(turn: Any, *flat: Any) -> list:
+        blocks = [turn * unroll + i for i in range(unroll)]
+        loaded = []
+        for number in blocks:
+            block = first + t.minimum(number, count - 1)
+            at = [(block * shape.num_tokens + token) * shape.rows + row for token, row in places]
+            loaded.append([value for index in at for value in t.load_vector(parts, index, 4)])
+        for number, values in zip(blocks, loaded, strict=True):
+            flat = [x + t.select(number < count, value, 0.0) for x, value in zip(flat, values, strict=True)]
+        return list(flat)
+
+    flat = [value for total in totals for value in total]
+    if shape.has_parts:
+        flat = t.loop(t.divide(count + (unroll - 1), unroll), add, flat)
+    for i, (token, row) in enumerate(places):
+        _write(t, shape, tile * shape.rows + row, token, flat[4 * i : 4 * i + 4], outs)
+
+
+def finish_cluster(
+    t: Any, shape: Shape, tile: Any, rank: Any, load: Callable, let_go: Callable[[], None], *outs: Any
+) -> None:
+    """Adds up a block's share of a tile, in the order of the cluster's blocks, and writes its outputs.
+
+    ``load(i, index)`` gives four sums of block i; after ``let_go()`` none are loaded any more.
+    """
+    places, totals = _places(t, shape, rank), []
+    for token, row in places:
+        # The last turn may have more threads than places; what lies behind the tokens is not written.
+        index = t.minimum(token, shape.num_tokens - 1) * shape.sums_stride + row
+        total, *others = [load(i, index) for i in range(shape.cluster)]
+        for values in others:
+            total = [x + value for x, value in zip(total, values, strict=True)]
+        totals.append(total)
+    let_go()
+    for (token, row), total in zip(places, totals, strict=True):
+        _write(t, shape, tile * shape.rows + row, token, total, outs)
+
+
+def _places(t: Any, shape: Shape, rank: Any = None) -> list[tuple[Any, Any]]:
+    """Token and first of four rows, of every turn of a thread; of all of them, or of those of one block of the cluster."""
+    per_token = shape.rows // 4
+    sharing = 1 if rank is None else shape.cluster
+    turns = -(-shape.num_tokens * per_token // (shape.num_threads * sharing))
+    places = []
+    for turn in range(turns):
+        first = turn * shape.num_threads if rank is None else (rank + turn * sharing) * shape.num_threads
+        index = t.thread() + first
+        token = t.divide(index, per_token)
+        places.append((token, (index - token * per_token) * 4))
+    return places
+
+
+def _write(t: Any, shape: Shape, row: Any, token: Any, values: Sequence[Any], outs: Sequence[Any]) -> None:
+    """Four rows' values of a token, to the output that they belong to."""
+    begin = 0
+    for output, out in zip(shape.outputs, outs, strict=True):
+        is_gated = output.is_gated
+        # Four rows of a gated output are two features: their gates, then their ups.
+        column = (row - begin * SIDE) >> 1 if is_gated else row - begin * SIDE
+        is_inside = (row >= begin * SIDE) & (column < output.width) & (token < shape.num_stored)
+        kept = [_silu(t, values[i]) * values[i + 2] for i in range(2)] if is_gated else values
+        with t.when(is_inside):
+            at = token * output.width + column
+            if np.dtype(output.dtype).itemsize == 2:
+                words = [_pack(t, *kept[i : i + 2]) for i in range(0, len(kept), 2)]
+                t.store_vector(out, at >> 1, words)
+            else:
+                t.store_vector(out, at, [t.bits(value, UINT) for value in kept])
+        begin += output.num_blocks
+
+
+def _silu(t: Any, x: Any) -> Any:
+    return x / (t.exp2(x * -1.4426950408889634) + 1.0)
+
+
+def _pack(t: Any, low: Any, high: Any) -> Any:
+    """Two floats as bfloat16 in a word, rounded to the nearest, to even in the middle."""
+
+    def narrow(x: Any) -> Any:
+        bits = t.bits(x, UINT)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return t.select(t.is_equal(x, x), rounded, 0x7FC0)
+
+    return narrow(low) | (narrow(high) << 16)
