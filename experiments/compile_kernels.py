@@ -35,10 +35,18 @@ class Case(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+def _skinny_gemm_cases(device: Device) -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+    """Of a kernel that is written for Hopper's ``wgmma`` alone."""
+    if device.capability[0] != 9:
+        capability = ".".join(map(str, device.capability))
+        sys.exit(f"compile_kernels: skinny_gemm needs compute capability 9.0; {device.name} has {capability}")
+    return bench_skinny_gemm.cases_to_compile()
+
+
 KERNELS: dict[str, Callable[[Device], Iterator[Case]]] = {
     "int4_moe": lambda device: map(Case._make, bench_int4_moe.cases_to_compile(device.capability[0], device.cores)),
     "tree_mla": lambda _: map(Case._make, bench_tree_mla.cases_to_compile()),
-    "skinny_gemm": lambda _: map(Case._make, bench_skinny_gemm.cases_to_compile()),
+    "skinny_gemm": lambda device: map(Case._make, _skinny_gemm_cases(device)),
 }
 
 
