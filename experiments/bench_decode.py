@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
                     **found,
                     "all_reduce_seconds": alone,
                     "kernel_seconds": parts_of(timeline, loop.steps, mesh.size, RECORDED),
-                    "device_bytes": jax.devices()[0].memory_stats()["peak_bytes_in_use"],
+                    "peak_device_bytes_so_far": jax.devices()[0].memory_stats()["peak_bytes_in_use"],
                 }
                 print(line, flush=True)
                 update_lines("bench_decode", [line | made_by])

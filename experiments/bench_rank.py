@@ -21,8 +21,8 @@ costs apart.
 
 ``--compile_only`` needs no GPU (``JAX_PLATFORMS=cpu``, the extra ``report``): it compiles for an H200, and prints what a
 program takes, its copies of weights and caches, and its kernels by stage. ``--load DIR`` does nothing but write some layers
-to a checkpoint there and time their way back. Lines of the same cases in ``results/bench_rank.jsonl`` are replaced as they
-come.
+to a checkpoint there, a folder that is new or empty, and time their way back. Lines of the same cases in
+``results/bench_rank.jsonl`` are replaced as they come.
 """
 
 import concurrent.futures
@@ -46,6 +46,7 @@ from ddtree_jax.placement import Placement
 from ddtree_jax.sharding import make_mesh
 from experiments import rank
 from experiments.abstract_engine import mesh_without_devices, read_configs
+from experiments.bench_int4_moe import BYTES_PER_SECOND
 from experiments.kernel_times import kernel_timeline
 from experiments.loop_runs import (
     ROOM,
@@ -61,7 +62,7 @@ from experiments.loop_runs import (
 )
 from experiments.loop_text import read_loop
 from experiments.programs import CONFIGS, Program, compile_loop, decode_config
-from experiments.rank_floor import BYTES_PER_SECOND, rest_bytes, target_bytes
+from experiments.rank_floor import rest_bytes, target_bytes
 from experiments.rank_load import time_load
 from experiments.results_file import provenance, update_lines
 from experiments.stage_times import Steps, add_up, steps_of
@@ -229,7 +230,7 @@ def run(bench: Bench, wanted: Sequence[tuple[str, int]], contexts: Sequence[int]
         of_nodes = case | {"nodes": compiled.num_nodes, "distinct_experts": distinct}
         for context in contexts:
             lines = measure(bench, compiled, models, caches, context, routing)
-            facts["device_bytes"] = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
+            facts["peak_device_bytes_so_far"] = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
             print_table(f"{compiled.kind}, {compiled.num_nodes} nodes, {context} tokens ({NOTE})", lines)
             update_lines(
                 "bench_rank",
@@ -256,6 +257,11 @@ def main(argv: Sequence[str]) -> None:
     slots = _SLOTS.value or slots_for(max(contexts))
     if slots < max(contexts) + ROOM:
         raise app.UsageError(f"--slots is {slots}; at least {max(contexts) + ROOM} are needed, {ROOM} for what is run")
+    for num_nodes in nodes if _DISTINCT.value else ():
+        try:
+            rank.check_distinct(share, num_nodes, _DISTINCT.value)
+        except ValueError as error:
+            raise app.UsageError(f"--{error}") from error
     wanted = [(kind, num_nodes) for num_nodes in nodes for kind in _PROGRAMS.value]
     if _COMPILE_ONLY.value:
         mesh = mesh_without_devices("tensor=1", "h200")
@@ -292,6 +298,6 @@ if __name__ == "__main__":
     )
     _COMPILE_THREADS = flags.DEFINE_integer("compile_threads", 9, "Programs compiled at a time, behind the first.")
     _COMPILE_ONLY = flags.DEFINE_bool("compile_only", False, "Compile for an H200 that need not be there.")
-    _LOAD = flags.DEFINE_string("load", None, "A folder to write layers to and load them from.")
+    _LOAD = flags.DEFINE_string("load", None, "A new or empty folder to write layers to and load them from.")
     _LOAD_LAYERS = flags.DEFINE_integer("load_layers", 16, "How many layers.", lower_bound=1)
     app.run(main)

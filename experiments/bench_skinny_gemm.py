@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax.pallas.skinny_gemm import Config, Output, choose_config, device_config, pack_weights, skinny_gemm_gpu
+from experiments.bench_int4_moe import BYTES_PER_SECOND
 from experiments.kernel_times import kernel_seconds
 
-BYTES_PER_SECOND = 4.57e12
 COLD_BYTES = 160e6
 
 

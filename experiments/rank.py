@@ -135,6 +135,14 @@ def expected_distinct(num_tokens: int, num_experts: int, per_token: int) -> int:
     return round(num_experts * (1 - (1 - per_token / num_experts) ** num_tokens))
 
 
+def check_distinct(share: Share, num_tokens: int, distinct: int) -> None:
+    """Raises ValueError for fewer experts than a token chooses, or more than there are or the tokens can choose."""
+    least = share.target.num_experts_per_tok
+    most = min(share.num_experts, num_tokens * least)
+    if not least <= distinct <= most:
+        raise ValueError(f"distinct is {distinct}; allowed are {least} to {most} for {num_tokens} tokens")
+
+
 def draw_routing(share: Share, num_tokens: int, distinct: int, seed: int) -> list[np.ndarray]:
     """Routing of each layer, int32 [T, X], with ``distinct`` experts over all ranks, the first rank's numbers kept.
 
@@ -142,12 +150,10 @@ def draw_routing(share: Share, num_tokens: int, distinct: int, seed: int) -> lis
     is chosen once, by tokens in turn; what a token has left to choose, it chooses uniformly among the others.
 
     Raises:
-      ValueError: fewer than a token chooses, or more than there are or the tokens can choose.
+      ValueError: see `check_distinct`.
     """
+    check_distinct(share, num_tokens, distinct)
     E, X, local = share.num_experts, share.target.num_experts_per_tok, share.target.n_routed_experts
-    most = min(E, num_tokens * X)
-    if not X <= distinct <= most:
-        raise ValueError(f"distinct is {distinct}; allowed are {X} to {most} for {num_tokens} tokens")
     num_here = round(distinct * local / E)
     random = np.random.default_rng((seed, num_tokens, distinct))
 

@@ -11,9 +11,6 @@ from experiments.rank import Share
 from experiments.stage_times import ELEMENTWISE
 from experiments.synthetic import count_bytes
 
-BYTES_PER_SECOND = 4.57e12
-"""Of a kernel that only reads, measured on one H200."""
-
 _TARGET = {
     "q_a_DA": "q_a and kv_a",
     "kv_a_DW": "q_a and kv_a",

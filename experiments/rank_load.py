@@ -17,11 +17,16 @@ def time_load(share: Share, tables: ArrayShapes, folder: str, num_layers: int) -
     """Writes the last ``num_layers`` layers to ``folder``, an Orbax item each as converted models have, and loads them.
 
     What was written is dropped from the page cache first. Returns bytes and seconds of both ways.
+
+    Raises:
+      FileExistsError: the folder is not empty.
     """
+    directory = Path(folder).absolute()
+    if directory.exists() and any(directory.iterdir()):
+        raise FileExistsError(f"{directory} is not empty; a new or an empty folder is needed")
     layers = [part for part in tables if part.startswith("layer_")][-num_layers:]
     tables = {part: tables[part] for part in layers}
     arrays = jax.block_until_ready(draw_arrays(tables, share.target_parameters, 0))
-    directory = Path(folder).absolute()
     with ocp.StandardCheckpointer() as checkpointer:
         begun = time.perf_counter()
         for part, table in arrays.items():
