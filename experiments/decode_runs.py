@@ -1,9 +1,10 @@
 """The whole pair on a mesh of real devices: weights drawn in place, rounds and passes timed, kernels by part."""
 
 import collections
+import functools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,7 +58,11 @@ class Loop:
         sizes = {"batch": batch, "num_slots": engine.max_length, "num_nodes": self.num_nodes}
         self.rounds: Program = compile_loop(lowered)
         self.passes: Program = compile_loop(lower_passes(target, self.placement, **sizes))
-        self.steps = steps_of(self.rounds, target.config.first_k_dense_replace)
+
+    @functools.cached_property
+    def steps(self) -> Steps:
+        """Kernels of a round by stage. Raises RuntimeError where XLA writes no plan."""
+        return steps_of(self.rounds, self.models.target.config.first_k_dense_replace)
 
     def draw_caches(self, seed: int) -> Caches:
         return draw_caches(self.state.target_cache, self.state.drafter_cache, seed)
@@ -97,9 +102,9 @@ def parts_of(timeline: Sequence[tuple[str, float]], steps: Steps, num_devices: i
         part_of.setdefault(step.kernel, step.stage.split("/")[0])
     seconds = collections.Counter()
     for name, duration in timeline:
-        if name in steps.outside:
-            continue
         kernel = name.split("_mosaic_gpu")[0]
+        if kernel in steps.outside:
+            continue
         part = COMMUNICATION if _COLLECTIVE.search(name) else part_of.get(kernel, UNKNOWN)
         seconds[part] += duration / (num_devices * rounds)
     return dict(seconds)
@@ -110,18 +115,7 @@ def all_reduce_seconds(mesh: Mesh, num_rows: int, width: int, num_layers: int, c
 
     float32 rows, as the experts' sums are; each adds to what the one before gave, so that they do not overlap.
     """
-    axes = mesh.axis_names
-    spec = jax.sharding.PartitionSpec()
-
-    def reduce_all(x_TD: jax.Array, count: jax.Array) -> jax.Array:
-        def layers(_: jax.Array, x_TD: jax.Array) -> jax.Array:
-            for _ in range(2 * num_layers):
-                x_TD = jax.lax.psum(x_TD * (1 / mesh.size), axes)
-            return x_TD
-
-        return jax.lax.fori_loop(0, count, layers, x_TD)
-
-    run = jax.jit(jax.shard_map(reduce_all, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))
+    run = all_reduces(mesh, num_layers)
     placement = Placement(mesh)
     x_TD = placement.put(np.ones((num_rows, width), np.float32))
 
@@ -133,3 +127,19 @@ def all_reduce_seconds(mesh: Mesh, num_rows: int, width: int, num_layers: int, c
         return time.perf_counter() - begun
 
     return seconds_each(timed, 0, count) / (2 * num_layers)
+
+
+def all_reduces(mesh: Mesh, num_layers: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A program of rows and a number of rounds: two means over the mesh's devices for every layer and round."""
+    axes = mesh.axis_names
+    spec = jax.sharding.PartitionSpec()
+
+    def reduce_all(x_TD: jax.Array, count: jax.Array) -> jax.Array:
+        def layers(_: jax.Array, x_TD: jax.Array) -> jax.Array:
+            for _ in range(2 * num_layers):
+                x_TD = jax.lax.psum(x_TD * (1 / mesh.size), axes)
+            return x_TD
+
+        return jax.lax.fori_loop(0, count, layers, x_TD)
+
+    return jax.jit(jax.shard_map(reduce_all, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))

@@ -75,12 +75,16 @@ def launches_of(plan: str) -> dict[str, int]:
 
 
 def lines_of_loop(plan: str) -> list[str]:
-    """Those lines of XLA's plan that are inside its loop."""
+    """Those lines of XLA's plan that are inside its loop, none if it has none. Raises RuntimeError for an empty plan."""
+    if not plan:
+        raise RuntimeError("XLA wrote no plan")
     lines = plan.splitlines()
-    begin = next((i for i, line in enumerate(lines) if re.search(r"\bkWhile\b", line)), len(lines))
+    begin = next((i for i, line in enumerate(lines) if re.search(r"\bkWhile\b", line)), None)
+    if begin is None:
+        return []
+    indent = len(lines[begin]) - len(lines[begin].lstrip())
     inside = []
     for line in lines[begin + 1 :]:
-        indent = len(lines[begin]) - len(lines[begin].lstrip())
         if line.strip() and len(line) - len(line.lstrip()) <= indent and re.match(r"\s*\d+:", line):
             break
         inside.append(line)

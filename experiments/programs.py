@@ -25,7 +25,10 @@ def decode_config(bucket: str) -> DecodeConfig:
 
 
 class Program(NamedTuple):
-    """A compiled program, XLA's plan of its launches and what that says of each of them; empty where XLA has none."""
+    """A compiled program, XLA's plan of its launches and what that says of each of them; both are empty where XLA has none.
+
+    What reads a plan raises RuntimeError if it is empty (`loop_text.lines_of_loop`).
+    """
 
     compiled: jax.stages.Compiled
     plan: str
