@@ -1,27 +1,30 @@
 """One rank's share of a mesh: its shapes, where its tokens are sent, what it must read, whose time a kernel's is."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+from absl import app
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from plain_runs import allow_shapes, leave_out_kernels
 
-from ddtree_jax import DecodeConfig, decode, dflash, kimi
+from ddtree_jax import DecodeConfig, dflash, kimi
 from ddtree_jax.layers import gain
-from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.int4_moe import ExpertBlocks, int4_moe_reference
-from ddtree_jax.pallas.tree_mla import tree_mla_reference
+from ddtree_jax.pallas.int4_moe import ExpertBlocks
 from ddtree_jax.placement import Placement
 from ddtree_jax.sharding import ArrayInfo, make_mesh
 from experiments import bench_rank, rank, stage_times
 from experiments.abstract_engine import read_configs
 from experiments.loop_runs import Passes, Rounds, describe_state, draw_caches, lower_passes
+from experiments.loop_text import STAGES as STAGE_NAMES
 from experiments.programs import CONFIGS, Program
 from experiments.rank_floor import rest_bytes, target_bytes
+from experiments.rank_load import time_load
 from experiments.synthetic import count_bytes, draw_arrays
 
 SLOTS, LENGTH = 64, 17
@@ -31,8 +34,7 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 @pytest.fixture(autouse=True)
 def _unchecked(monkeypatch):
-    """Shapes stand for arrays, which annotations do not know."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    allow_shapes(monkeypatch)
 
 
 def share_of(config: str, mesh: str, num_layers: int | None = 2) -> rank.Share:
@@ -78,6 +80,11 @@ def test_bytes_of_a_rank_of_k26(no_kernels):
     )
     head = count_bytes(target["head"]["unembedding_VD"])
     assert whole == count_bytes(drafter) + keys_and_values + head + embedding * 8 // 20480
+    # A floor whose stage no kernel can have would stand beside no time.
+    details = ((part, name) for part, (names, _) in stage_times._DETAILS.items() for name in (*names, ""))
+    scopes = [f"{part}/layer_{layer}/{name}" for part, name in details for layer in range(2)]
+    stages = {stage_times.stage_of(scope, num_dense=1) for scope in (*scopes, *STAGE_NAMES)}
+    assert found.keys() | rest.keys() <= stages
 
 
 def test_a_mesh_that_does_not_divide_is_refused():
@@ -104,27 +111,24 @@ def test_routing_hits_as_many_experts_as_asked(mesh, num_tokens, distinct):
     np.testing.assert_array_equal(tables, again)
 
 
-def test_routing_that_is_impossible_is_refused():
+def test_routing_that_is_impossible_is_refused(monkeypatch):
     share = share_of("kimi_k26", "tensor=8")
     for num_tokens, distinct in ((16, 7), (2, 17), (64, 385)):
         with pytest.raises(ValueError, match=f"distinct is {distinct}; allowed are 8 to"):
             rank.draw_routing(share, num_tokens, distinct, 0)
+    for distinct in (7, 9):
+        values = {"NODES": ["16", "1"], "CONTEXTS": ["1024"], "PROGRAMS": ["round"], "CONFIG": "kimi_k26", "LAYERS": 2}
+        values |= {"MESH": "tensor=8", "SLOTS": None, "DISTINCT": distinct}
+        for name, value in values.items():
+            monkeypatch.setattr(bench_rank, f"_{name}", SimpleNamespace(value=value), raising=False)
+        with pytest.raises(app.UsageError, match=f"--distinct is {distinct}; allowed are 8 to"):
+            bench_rank.main([""])
     assert [rank.expected_distinct(n, 384, 8) for n in (1, 8, 16, 32, 64)] == [8, 60, 110, 188, 284]
-
-
-def zeros_like(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
 
 
 @pytest.fixture
 def no_kernels(monkeypatch):
-    """Plain JAX alone, and nothing drawn: kernels are traced even where they are not compiled, and draws compile long."""
-    monkeypatch.setattr(decode, "_draw", lambda logits_BNV, *_: jnp.zeros(logits_BNV.shape[:2], jnp.int32))
-    monkeypatch.setattr(rank, "draw_arrays", lambda described, *_: jax.tree.map(zeros_like, described))
-    monkeypatch.setattr(kimi, "check_kernels", lambda *_: None)
-    monkeypatch.setattr(kimi, "_int4_moe", int4_moe_reference)
-    monkeypatch.setattr(kimi, "_tree_mla", tree_mla_reference)
-    monkeypatch.setattr(simt, "choose", lambda kernel, reference, *arrays, has_kernels=True: reference(*arrays))
+    leave_out_kernels(monkeypatch, rank)
 
 
 def test_a_share_decodes_and_its_tokens_go_where_they_are_sent(no_kernels):
@@ -145,13 +149,30 @@ def test_a_share_decodes_and_its_tokens_go_where_they_are_sent(no_kernels):
     caches = draw_caches(state.target_cache, state.drafter_cache, 2)
     before = np.asarray(caches.target[0], np.float32)
     rounds = Rounds(lowered.compile(QUICK), models, state, 0, placement, caches)
-    assert rounds.run(LENGTH, 3) > 0
+    rounds.run(LENGTH, 3)
     assert rounds.tokens_a_round == 1
     is_written_S = np.any(before != np.asarray(caches.target[0], np.float32), axis=(0, 2))
     np.testing.assert_array_equal(np.flatnonzero(is_written_S), LENGTH + np.arange(3))
 
     compiled = lower_passes(abstract.target, placement, batch=1, num_slots=SLOTS, num_nodes=1).compile(QUICK)
-    assert Passes(compiled, models, placement, caches).run(LENGTH, 2) > 0
+    # Passes read what is committed alone, and write nothing.
+    is_behind_S1 = np.arange(SLOTS)[:, None] >= LENGTH
+
+    def spoil(cache_BSW: jax.Array) -> np.ndarray:
+        return np.where(is_behind_S1, np.float32(np.nan), np.asarray(cache_BSW, np.float32)).astype(cache_BSW.dtype)
+
+    caches.target = placement.put(jax.tree.map(spoil, caches.target))
+    held, results = np.asarray(caches.target[0], np.float32), []
+
+    def run_pass(*arrays: Any) -> Any:
+        results.append(compiled(*arrays))
+        return results[-1]
+
+    Passes(run_pass, models, placement, caches).run(LENGTH, 2)
+    (_, logits_BNV), *others = results
+    assert logits_BNV.shape == (1, 1, share.target.vocab_size) and not others
+    assert np.isfinite(logits_BNV).all()
+    np.testing.assert_array_equal(held, np.asarray(caches.target[0], np.float32))
 
 
 def test_a_share_drafts(no_kernels):
@@ -171,6 +192,12 @@ def test_a_share_drafts(no_kernels):
         lambda drafter, *arrays: drafter(*arrays), drafter, embedded_BTD, positions_BT, length_B, cache
     )
     assert hidden_BTD.shape == embedded_BTD.shape
+
+
+def test_layers_are_written_to_an_empty_folder_alone(tmp_path):
+    (tmp_path / "layer_1").mkdir()
+    with pytest.raises(FileExistsError, match="is not empty"):
+        time_load(share_of("tiny", "tensor=8"), {}, str(tmp_path), 1)
 
 
 def test_the_router_computes_and_is_overruled():
@@ -264,6 +291,8 @@ def test_steps_of_a_plan():
         *("norm_1", "gemm_1", "tree_grow", "norm_1", None, "gemm_1", "gemm_3", "int4_moe", "loose_1")
     ]
     assert found.outside == {"clear_1"}
+    with pytest.raises(RuntimeError, match="XLA wrote no plan"):
+        stage_times.steps_of(Program(Compiled(), "", "", 0.0), num_dense=1)
 
 
 @pytest.mark.parametrize("order", [range(9), (0, 1, 2, 4, 3, 5, 6, 7, 8), (0, 1, 2, 3, 4, 5, 6, 8, 7)])
