@@ -261,8 +261,11 @@ def test_subnormal_nibbles_give_the_same_weights() -> None:
         _scale_half=scale_half,
     )
     rng = np.random.default_rng(0)
-    scale = (rng.normal(size=4096) * 2.0 ** rng.integers(-90, 26, 4096)).astype(jnp.bfloat16)
-    scale[:2] = 0.0, 1.0
+    # All significands at both borders, random ones between them.
+    exponents = np.concatenate([np.repeat([-94, 26], 128), rng.integers(-94, 27, 3840)])
+    significands = 1 + np.concatenate([np.tile(np.arange(128), 2), rng.integers(0, 128, 3840)]) / 128
+    scale = (rng.choice([-1.0, 1.0], 4096) * significands * 2.0**exponents).astype(jnp.bfloat16)
+    scale[-2:] = 0.0, 1.0
     scales = unpack.widen_scales(scale.view(np.uint32), True)
     words = rng.integers(0, 2**32, 2048, dtype=np.uint32)
     words[:16] = np.arange(16, dtype=np.uint32) * np.uint32(0x11111111)

@@ -3,7 +3,7 @@
 Either nibbles become 128 + nibble, exact in bfloat16, of which 136 is taken off before the scale is multiplied. Or they stay
 where they are in the lowest byte of a bfloat16, which stands for that byte times 2^-133, whether subnormal or not: times a
 factor, minus 8 times the scale, is one instruction and one rounding. The weights are then 2^-32 times what they should be, so
-that factors are finite; that needs scales below 2^27, and loses bits of those below 2^-97.
+that factors are finite; that needs scales below 2^27, and loses bits of those below 2^-94: times 2^-32 they are subnormal.
 """
 
 from collections.abc import Sequence
