@@ -15,6 +15,7 @@ from ddtree_jax.pallas import int4_schedule, int4_spans, int4_steps, int4_unpack
 from ddtree_jax.pallas.int4_kernel import share_memory
 from ddtree_jax.pallas.int4_schedule import UnitTable
 from ddtree_jax.quant import round_products
+from experiments.bench_int4_moe import cases_to_compile
 
 GARBAGE = 0x5EED5EED
 
@@ -218,6 +219,16 @@ def test_units_are_as_large_as_costs_no_stage(form: str, experts: int, features:
     small, large = (share_memory(*sizes, dataclasses.replace(base, unit_tokens=size)) for size in (8, 64))
     assert small[0] == 8 and large == (unit_tokens, small[1]) and small[1] >= 2
     assert share_memory(8, *sizes[1:], dataclasses.replace(base, unit_tokens=64))[0] == 8
+
+
+@pytest.mark.parametrize(("capability", "num_stages"), [(9, [3] * 6), (12, [3, 3, 3, 3, 2, 2]), (8, [3] * 6)])
+def test_rings_are_those_that_were_measured(capability: int, num_stages: list[int]) -> None:
+    """Stages at Kimi K2.6's shapes, as they were when tables had a slot a pair."""
+    found = []
+    for _, function, (_, expert_TX, _, experts) in cases_to_compile(capability, num_blocks=132):
+        sizes = (*expert_TX.shape, experts.down_EMKmw.shape[0], 1, hidden_bytes(experts.down_EMKmw.shape[2] * 64))
+        found.append(share_memory(*sizes, function.keywords["config"]))
+    assert found == [(8, stages) for stages in num_stages]
 
 
 def test_a_tile_of_weights_is_read_once_whatever_the_number_of_its_tokens() -> None:
