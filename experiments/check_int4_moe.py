@@ -1,8 +1,13 @@
-"""Compares the INT4 kernel on the device that is there with float64 on the host, with itself, and with its portable forms."""
+"""Compares the INT4 kernel on the device that is there with float64 on the host, with itself, and with its portable forms.
+
+Forms that are off by default are left out, so that they can't fail the one that is chosen: ``bench_int4_forms --check`` has
+them.
+"""
 
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -38,6 +43,7 @@ COMPARED = (3, 6, 7)
 """Of these all forms are compared."""
 EQUAL = (("hopper", "small", "ampere", "subnormal"), ("wide", "wide_ampere", "wide_subnormal"))
 """Forms that add up in the same order."""
+OFF_BY_DEFAULT = ("own_wide", "subnormal", "wide", "wide_ampere", "wide_subnormal")
 
 
 class Problem(NamedTuple):
@@ -171,8 +177,16 @@ def run_shard(shard: Shard, nodes: int, form: str, times: int) -> tuple[bool, by
     return is_repeatable, np.asarray(outputs[0]).tobytes()
 
 
-def check(num_routings: int) -> None:
+def choose_names(has_forms: bool) -> tuple[list[str], list[str]]:
+    """Forms for every shape, and for those of which all are compared: the ones off by default only if ``has_forms``."""
+    few, many = ["own", "own_wide"], ["own", "own_wide", *itertools.chain(*EQUAL)]
+    return tuple([name for name in names if has_forms or name not in OFF_BY_DEFAULT] for names in (few, many))
+
+
+def check(num_routings: int, *, has_forms: bool = False) -> None:
     """Prints what agrees; a process a shape and form, since most of the time goes into tracing.
+
+    ``has_forms``: also of the forms that are off by default.
 
     Raises:
       AssertionError: something is wrong.
@@ -181,14 +195,14 @@ def check(num_routings: int) -> None:
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     count = -(-num_routings // len(SHAPES))
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        names = ["own", "own_wide", *(name for group in EQUAL for name in group)]
+        few, many = choose_names(has_forms)
         shapes = [
-            {name: pool.submit(run_shape, number, name, count) for name in names[: None if number in COMPARED else 2]}
+            {name: pool.submit(run_shape, number, name, count) for name in (many if number in COMPARED else few)}
             for number in range(len(SHAPES))
         ]
         shards = [
-            (shard, nodes, {name: pool.submit(run_shard, shard, nodes, name, 100) for name in names[:num_forms]})
-            for nodes, num_forms in ((16, 6), (1, 1), (64, 2))
+            (shard, nodes, {name: pool.submit(run_shard, shard, nodes, name, 100) for name in names})
+            for nodes, names in ((16, [name for name in many if name not in EQUAL[1]]), (1, ["own"]), (64, few))
             for shard in SHARDS
         ]
         is_right = all([_report_shape(SHAPES[number], forms) for number, forms in enumerate(shapes)])

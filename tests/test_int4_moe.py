@@ -300,6 +300,15 @@ def test_the_device_check_tells_right_from_wrong() -> None:
     assert max(check_int4_moe.run_routings(problem, leak, 10)[0]) == np.inf
 
 
+def test_the_device_check_leaves_out_what_is_off_by_default() -> None:
+    x_TD, experts = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16), block_shapes(4, 512, 256)
+    forms = check_int4_moe.choose_forms(x_TD, experts)
+    default = {name for name, form in forms.items() if form.unit_tokens == 8 and not form.reads_subnormals}
+    for has_forms, expected in ((False, default), (True, set(forms))):
+        few, many = check_int4_moe.choose_names(has_forms)
+        assert few[0] == "own" and set(few) <= set(many) == expected
+
+
 def block_shapes(E: int, D: int, F: int) -> ExpertBlocks:
     shapes = ((E, 2, F, D // 8), (E, 2, F, D // 32), (E, D, F // 8), (E, D, F // 32))
     dtypes = (jnp.int32, jnp.bfloat16) * 2
