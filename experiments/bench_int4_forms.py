@@ -2,11 +2,12 @@
 
 ::
 
-    python -m experiments.bench_int4_forms [--part decode,crossover,prefill] [--mesh tensor=8,expert=8]
+    python -m experiments.bench_int4_forms [--part decode,crossover,prefill] [--mesh tensor=8,expert=8] [--check 1000]
 
 ``decode``: routings that are uniform, skewed (Zipf: an expert is chosen the more often the lower its number in a random
 order), and equal for all tokens. ``crossover``: 65 to 512 tokens through the decode kernel, in turns of 64, and through the
 prefill kernels. ``prefill``: tuning of the prefill kernels. Prints a line a case and adds it to ``results/int4_forms.jsonl``.
+``--check`` first compares the forms of decode with float64 and with each other, over so many random routings.
 """
 
 import concurrent.futures
@@ -23,7 +24,7 @@ from absl import app, flags
 
 from ddtree_jax.pallas import int4_prefill
 from ddtree_jax.pallas.int4_moe import MAX_TOKENS, ExpertBlocks, choose_config, int4_moe_gpu
-from experiments import kernel_times
+from experiments import check_int4_moe, kernel_times
 from experiments.bench_int4_moe import (
     BYTES_PER_SECOND,
     NUM_EXPERTS,
@@ -38,6 +39,7 @@ from experiments.bench_int4_prefill import FLOPS_PER_SECOND, count_flops
 from experiments.results_file import provenance, update_lines
 
 ROUTINGS, RUNS = 4, 16
+PARTS = ("decode", "crossover", "prefill")
 ROUTING_KINDS = ("uniform", "zipf", "same")
 DECODE_NODES = (8, 16, 64)
 CROSSOVER_TOKENS = (65, 128, 192, 256, 512)
@@ -73,7 +75,7 @@ def draw_routing(shard: Shard, kind: str, tokens: int, seed: int) -> tuple[np.nd
     """Experts and router weights; each token's experts differ."""
     if kind == "uniform":
         return shard.draw_routing(tokens, seed)
-    rng = np.random.default_rng((tokens, seed, len(kind)))
+    rng = np.random.default_rng((tokens, seed, ROUTING_KINDS.index(kind)))
     if kind == "same":
         # The first are this shard's, whichever it is.
         expert_TX = np.broadcast_to(rng.permutation(shard.num_experts)[:PER_TOKEN], (tokens, PER_TOKEN))
@@ -87,7 +89,7 @@ def draw_routing(shard: Shard, kind: str, tokens: int, seed: int) -> tuple[np.nd
 
 def count_largest(shard: Shard, expert_TX: np.ndarray) -> int:
     """Tokens of the shard's expert that has most."""
-    return int(np.bincount(expert_TX[expert_TX < shard.num_experts]).max())
+    return int(np.bincount(expert_TX[expert_TX < shard.num_experts], minlength=shard.num_experts).max())
 
 
 def _compile(function: Callable, tokens: int, experts: ExpertBlocks) -> Any:
@@ -216,10 +218,16 @@ def measure(parts: list[str], shards: list[Shard]) -> Iterator[dict[str, Any]]:
 
 def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
-        sys.exit(f"bench_int4_forms: unknown argument {arguments[1]}")
+        raise app.UsageError(f"unexpected arguments {arguments[1:]}")
+    meshes = [shard.mesh for shard in SHARDS]
+    for flag, allowed in ((_PART, PARTS), (_MESH, meshes)):
+        if unknown := set(flag.value) - set(allowed):
+            raise app.UsageError(f"--{flag.name} has {min(unknown)}; allowed: {', '.join(allowed)}")
     if jax.default_backend() != "gpu":
         sys.exit(f"bench_int4_forms: the device is {jax.devices()[0].device_kind}; a GPU is needed")
     made_by = provenance()
+    if _CHECK.value:
+        check_int4_moe.check(_CHECK.value, has_forms=True)
     shards = [shard for shard in SHARDS if shard.mesh in _MESH.value]
     print(f"{'us':>8} {'share':>6} {'distinct':>8} {'largest':>7} {'differs':>8}  case")
     for line in measure(_PART.value, shards):
@@ -234,6 +242,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _PART = flags.DEFINE_list("part", ["decode", "crossover", "prefill"], "What to measure.")
+    _PART = flags.DEFINE_list("part", list(PARTS), "What to measure.")
     _MESH = flags.DEFINE_list("mesh", [shard.mesh for shard in SHARDS], "Of which shards.")
+    _CHECK = flags.DEFINE_integer("check", 0, "Random routings to compare forms of decode over first.", lower_bound=0)
     app.run(main)
