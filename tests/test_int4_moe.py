@@ -332,11 +332,15 @@ def test_input_that_the_kernel_does_not_take_is_named() -> None:
     grouped = ExpertBlocks(*(jnp.zeros((4, 1, 1, 3, BLOCK_WORDS), jnp.int32) for _ in range(2)))
     with pytest.raises(NotImplementedError, match="groups of 3"):
         int4_moe.choose_config(jnp.zeros((2, 64), jnp.bfloat16), grouped)
-    small = dataclasses.replace(int4_spans.HOPPER, shared_bytes=60_000)
-    with pytest.raises(NotImplementedError, match="shared memory"):
-        int4_moe.int4_moe_gpu(
-            jnp.zeros((2, 64), jnp.bfloat16), *[jnp.zeros((2, 2), t) for t in (jnp.int32, jnp.float32)], experts, small
-        )
+    for message, changes in {
+        "shared memory": {"shared_bytes": 60_000},
+        "unit_tokens is 12;": {"unit_tokens": 12},
+        "unit_tokens is 0;": {"unit_tokens": 0},
+    }.items():
+        config = dataclasses.replace(int4_spans.HOPPER, **changes)
+        routing = [jnp.zeros((2, 2), dtype) for dtype in (jnp.int32, jnp.float32)]
+        with pytest.raises(NotImplementedError, match=message):
+            int4_moe.int4_moe_gpu(jnp.zeros((2, 64), jnp.bfloat16), *routing, experts, config)
 
 
 def sharded_experts(mesh_text: str | None) -> tuple[kimi.Experts, kimi.Experts, KimiConfig]:

@@ -6,7 +6,7 @@ equal span of them, wherever tiles begin or end::
 
     fetch    schedule | gate and up ──────────────► down, as far as the ring holds ┊ down ───────►
     compute  schedule | gate and up ─► sums ─► combine split tile ─► down ─► sums ─► sync ─► add up
-                        step: unpack, mma, x scale                   hidden rows
+                        step: unpack, x scale, mma                   hidden rows
                                                                      to shared memory
 
 The ring never drains between tiles, units and products. A tile that lies in one block becomes hidden rows in its registers.
@@ -14,8 +14,9 @@ Of a tile that blocks share, the part that begins it goes to an array by pair, l
 needs the sum adds them in the order of blocks: the same on every run. Blocks wait for no more than they need: the block
 with a tile's end for its other parts, a unit's second product for its hidden rows, the last sum for everything.
 
-A unit has up to 8 tokens, or up to ``unit_tokens``. Of more than 8 the second product's hidden rows come through the ring as
-well, as soon as they are written; weights are unpacked once for all of them.
+By default a unit has up to 8 tokens, and nibbles become 128 + nibble. Off by default and not measured: units of up to
+``unit_tokens``, and ``reads_subnormals`` (`int4_unpack`). Of more than 8 tokens the second product's hidden rows come
+through the ring as well, as soon as they are written; weights are unpacked once for all of them.
 
 Bytes: every unit's expert once (3.1 MB at 256 features and 7,168 columns), 4.57 TB/s on an H200 at best.
 """
@@ -397,7 +398,13 @@ def _add_parts(
 def share_memory(
     num_tokens: int, per_token: int, num_experts: int, num_terms: int, hidden_bytes: int, config: Config
 ) -> tuple[int, int]:
-    """Tokens a unit may have, and stages of the ring: as many tokens as are allowed and cost no stage."""
+    """Tokens a unit may have, and stages of the ring: as many tokens as are allowed and cost no stage.
+
+    Raises:
+      NotImplementedError: units of ``config.unit_tokens`` are not made of slots.
+    """
+    if config.unit_tokens < TOKENS or config.unit_tokens % TOKENS:
+        raise NotImplementedError(f"unit_tokens is {config.unit_tokens}; a multiple of {TOKENS} is needed")
 
     def count_stages(unit_tokens: int) -> int:
         table = UnitTable(num_pairs=num_tokens * per_token, num_experts=num_experts, unit_tokens=unit_tokens)

@@ -3,8 +3,11 @@
 ::
 
     copy engine   blocks and tokens ──► stage of the ring
-    a warp        64 rows of it: words ──► 128 + nibble in bfloat16 ──► mma with the tokens ──► x scale ──► float32 sums
+    a warp        64 rows of it: words ──► 128 + nibble in bfloat16 ──► x scale ──► mma with the tokens ──► float32 sums
     a tile's end  sums ──► hidden rows, or partial sums of a tile that blocks share
+
+That is the default. Off by default, not measured: steps of up to 64 tokens, for all of which weights are unpacked once
+(``unit_tokens``), and nibbles that are read as subnormals (``reads_subnormals``).
 """
 
 import itertools
