@@ -252,6 +252,7 @@ def test_every_form_lowers_for_cuda(form: str, shape: tuple[int, ...]) -> None:
         f"stablehlo.{name}" for name in ("constant", "convert", "custom_call", "pad", "reshape", "slice")
     }
     assert text.count("stablehlo.custom_call") == 1 and "mosaic_gpu" in text
+    assert ("setmaxnreg" in text) == (form == "wide_moving")
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 16])
