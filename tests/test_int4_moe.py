@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -302,7 +303,8 @@ def test_the_device_check_tells_right_from_wrong() -> None:
     assert max(check_int4_moe.run_routings(problem, leak, 10)[0]) == np.inf
 
 
-def test_the_device_check_leaves_out_what_is_off_by_default() -> None:
+def test_the_device_check_leaves_out_what_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # Forms are chosen for shapes.
     x_TD, experts = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16), block_shapes(4, 512, 256)
     forms = check_int4_moe.choose_forms(x_TD, experts)
     default = {name for name, form in forms.items() if form.unit_tokens == 8 and not form.reads_subnormals}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -222,8 +223,11 @@ def test_units_are_as_large_as_costs_no_stage(form: str, experts: int, features:
 
 
 @pytest.mark.parametrize(("capability", "num_stages"), [(9, [3] * 6), (12, [3, 3, 3, 3, 2, 2]), (8, [3] * 6)])
-def test_rings_are_those_that_were_measured(capability: int, num_stages: list[int]) -> None:
+def test_rings_are_those_that_were_measured(
+    capability: int, num_stages: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stages at Kimi K2.6's shapes, as they were when tables had a slot a pair."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # Cases are made of shapes.
     found = []
     for _, function, (_, expert_TX, _, experts) in cases_to_compile(capability, num_blocks=132):
         sizes = (*expert_TX.shape, experts.down_EMKmw.shape[0], 1, hidden_bytes(experts.down_EMKmw.shape[2] * 64))
