@@ -15,16 +15,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests run in one process, and so do all files of the golden engine: they share its compiled programs."""
-    is_golden = {item.path: False for item in items}
-    for item in items:
-        is_golden[item.path] |= "golden_engine" in getattr(item, "fixturenames", ())
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("golden" if is_golden[item.path] else item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def golden() -> Path:
     return Path(__file__).parent / "golden"
