@@ -15,10 +15,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ddtree_jax import checkpoint, decode, dflash, hosts, kimi
-from ddtree_jax.arguments import is_integer, is_number, shown
+from ddtree_jax.arguments import shown
 from ddtree_jax.completion import Completion, IdStream, RoundTrace, StopFinder, TextStream
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.decode import DecodeConfig, Models, Plan, State
+from ddtree_jax.engine_options import DTYPES, check_loading, check_pair, check_prefill
 from ddtree_jax.output import Progress, Tokens, completions, trace
 from ddtree_jax.placement import Placement, constrained
 from ddtree_jax.prefix_cache import PrefixCache
@@ -34,15 +35,9 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_BUCKETS = (16, 64, 256, 1024)
 """Tokens that a chunk of prefill is filled up to, if it is narrower than ``prefill_chunk``."""
 
-MAX_CHUNK = 4096
-AMPLITUDES = (0.001, 1000.0)
-"""Smallest and largest ``drafter_rope_amplitude``."""
-
 ALL_ROUNDS = 2**31 - 1
 STREAM_ROUNDS = 4
 """Rounds between two returns to the host while streaming."""
-
-_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 class Engine:
@@ -61,8 +56,8 @@ class Engine:
         has_kernels: bool = True,
     ):
         """``has_kernels`` allows kernels for trees, draws and committed rows; attention and experts are the models' own."""
-        _check_options(prefill_chunk, prefix_cache)
-        _check_pair(target.config, drafter and drafter.config, max_length, tokenizer)
+        check_prefill(prefill_chunk, prefix_cache)
+        check_pair(target.config, drafter and drafter.config, max_length, tokenizer)
         if drafter is not None and target.capture != drafter.config.target_layer_ids:
             raise ValueError(
                 f"target captures layers {target.capture}; the drafter allows {drafter.config.target_layer_ids} alone"
@@ -123,16 +118,16 @@ class Engine:
         """
         options = mesh, max_length, dtype, prefill_chunk, prefix_cache, kernels, drafter_rope_amplitude
         hosts.check_same("options of Engine.load", lambda: (*options, drafter is None, drafter_sliding_causal))
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise ValueError(f"dtype is {shown(dtype)}; allowed: {', '.join(map(repr, _DTYPES))}")
-        _check_options(prefill_chunk, prefix_cache)
-        if kernels is not None and not isinstance(kernels, bool):
-            raise ValueError(f"kernels is {shown(kernels)}; allowed are None, True and False")
-        _check_drafter_options(drafter, drafter_rope_amplitude, drafter_sliding_causal)
-        for name, folder in (("target", target), ("drafter", drafter)):
-            is_folder = isinstance(folder, (str, Path)) and folder != ""
-            if not is_folder and (name, folder) != ("drafter", None):
-                raise ValueError(f"{name} is {shown(folder)}; allowed is the folder of a converted checkpoint")
+        check_loading(
+            target,
+            drafter,
+            dtype=dtype,
+            prefill_chunk=prefill_chunk,
+            prefix_cache=prefix_cache,
+            kernels=kernels,
+            drafter_rope_amplitude=drafter_rope_amplitude,
+            drafter_sliding_causal=drafter_sliding_causal,
+        )
         device_mesh = make_mesh(mesh)
         target_config = KimiConfig.from_hf(checkpoint.read_metadata(target, "kimi").config)
         drafter_config = None
@@ -140,19 +135,19 @@ class Engine:
             drafter_config = _read_drafter_config(drafter, drafter_rope_amplitude, drafter_sliding_causal)
         has_tokenizer = (Path(target) / "tiktoken.model").exists()
         tokenizer = Tokenizer.from_directory(target) if has_tokenizer else None
-        _check_pair(target_config, drafter_config, max_length, tokenizer)
+        check_pair(target_config, drafter_config, max_length, tokenizer)
         parameters = kimi.parameters(target_config)
         checkpoint.check(target, parameters, device_mesh)
         if drafter_config:
             checkpoint.check(drafter, dflash.parameters(drafter_config), device_mesh)
         has_kernels = _choose_kernels(kernels, target_config, device_mesh, dtype)
-        arrays = checkpoint.load(target, parameters, device_mesh, _DTYPES[dtype], as_blocks=has_kernels)
+        arrays = checkpoint.load(target, parameters, device_mesh, DTYPES[dtype], as_blocks=has_kernels)
         if has_kernels:
             kimi.pack_experts(arrays, device_mesh)
         capture = drafter_config.target_layer_ids if drafter_config else ()
         drafter_model = None
         if drafter_config:
-            drafter_arrays = checkpoint.load(drafter, dflash.parameters(drafter_config), device_mesh, _DTYPES[dtype])
+            drafter_arrays = checkpoint.load(drafter, dflash.parameters(drafter_config), device_mesh, DTYPES[dtype])
             drafter_model = dflash.DFlash(drafter_config, drafter_arrays, device_mesh)
         return cls(
             kimi.Kimi(target_config, arrays, capture, device_mesh, has_kernels),
@@ -468,42 +463,3 @@ def _read_drafter_config(directory: str | Path, rope_amplitude: float | None, sl
     config = DFlashConfig.from_hf(checkpoint.read_metadata(directory, "dflash").config)
     amplitude = config.rope_amplitude if rope_amplitude is None else float(rope_amplitude)
     return replace(config, sliding_causal=sliding_causal, rope_amplitude=amplitude)
-
-
-def _check_drafter_options(drafter: Any, rope_amplitude: Any, sliding_causal: Any) -> None:
-    low, high = AMPLITUDES
-    if rope_amplitude is not None and not (is_number(rope_amplitude) and low <= rope_amplitude <= high):
-        raise ValueError(f"drafter_rope_amplitude is {shown(rope_amplitude)}; allowed is a number from {low} to {high}")
-    if not isinstance(sliding_causal, bool):
-        raise ValueError(f"drafter_sliding_causal is {shown(sliding_causal)}; allowed are True and False")
-    if drafter is None and rope_amplitude is not None:
-        raise ValueError(f"drafter_rope_amplitude is {shown(rope_amplitude)} without a drafter; allowed is None")
-    if drafter is None and not sliding_causal:
-        raise ValueError("drafter_sliding_causal is False without a drafter; allowed is True")
-
-
-def _check_options(prefill_chunk: Any, prefix_cache: Any) -> None:
-    if not is_integer(prefill_chunk) or not 1 <= prefill_chunk <= MAX_CHUNK:
-        raise ValueError(f"prefill_chunk is {shown(prefill_chunk)}; allowed is an integer from 1 to {MAX_CHUNK}")
-    if not isinstance(prefix_cache, bool):
-        raise ValueError(f"prefix_cache is {shown(prefix_cache)}; allowed are True and False")
-
-
-def _check_pair(target: KimiConfig, drafter: DFlashConfig | None, max_length: Any, tokenizer: Tokenizer | None) -> None:
-    if not is_integer(max_length) or not 2 <= max_length <= target.max_position_embeddings:
-        raise ValueError(
-            f"max_length is {shown(max_length)}; allowed is an integer from 2 to {target.max_position_embeddings} "
-            "(the target's max_position_embeddings)"
-        )
-    # Fewer would do until the target draws an id without text.
-    if tokenizer is not None and tokenizer.vocab_size != target.vocab_size:
-        raise ValueError(f"tokenizer has {tokenizer.vocab_size} ids; this target allows {target.vocab_size}")
-    if drafter is None:
-        return
-    for name, needed in (
-        ("vocab_size", target.vocab_size),
-        ("hidden_size", target.hidden_size),
-        ("num_target_layers", target.num_hidden_layers),
-    ):
-        if getattr(drafter, name) != needed:
-            raise ValueError(f"drafter: {name} is {getattr(drafter, name)}; this target allows {needed}")

@@ -2,7 +2,7 @@
 
 ::
 
-    L5   generate  completion  output  placement  prefix_cache  __init__      experiments ──► everything
+    L5   generate  engine_options  completion  output  placement  prefix_cache  __init__      experiments ──► everything
     L4   decode                                                    checkpoints_tools ──► ddtree_jax
     L3   kimi     dflash
     L2   layers   cache   tree   sampling   penalties   checkpoint   expert_layout   prompts
@@ -27,7 +27,7 @@ LEVELS = (
     ("layers", "cache", "tree", "sampling", "penalties", "checkpoint", "expert_layout", "prompts"),
     ("kimi", "dflash"),
     ("decode",),
-    ("completion", "output", "placement", "prefix_cache", "generate", "__init__"),
+    ("completion", "engine_options", "output", "placement", "prefix_cache", "generate", "__init__"),
 )
 LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 # Imports inside a level that are meant; any other sibling is out of reach.
@@ -40,7 +40,7 @@ SIBLINGS = {
     "pallas": {"pallas"},
     "checkpoint": {"expert_layout"},
     "output": {"completion"},
-    "generate": {"completion", "output", "placement", "prefix_cache"},
+    "generate": {"completion", "engine_options", "output", "placement", "prefix_cache"},
     "__init__": {"completion", "generate"},
 }
 # Less than everything below: kernels take plain arrays, and the loop knows no model.
