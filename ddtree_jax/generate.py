@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,17 +129,9 @@ class Engine:
             drafter_sliding_causal=drafter_sliding_causal,
         )
         device_mesh = make_mesh(mesh)
-        target_config = KimiConfig.from_hf(checkpoint.read_metadata(target, "kimi").config)
-        drafter_config = None
-        if drafter is not None:
-            drafter_config = _read_drafter_config(drafter, drafter_rope_amplitude, drafter_sliding_causal)
-        has_tokenizer = (Path(target) / "tiktoken.model").exists()
-        tokenizer = Tokenizer.from_directory(target) if has_tokenizer else None
-        check_pair(target_config, drafter_config, max_length, tokenizer)
-        parameters = kimi.parameters(target_config)
-        checkpoint.check(target, parameters, device_mesh)
-        if drafter_config:
-            checkpoint.check(drafter, dflash.parameters(drafter_config), device_mesh)
+        read = functools.partial(_read_checkpoints, target, drafter, device_mesh, max_length)
+        found = hosts.check_same("checkpoints", lambda: read(drafter_rope_amplitude, drafter_sliding_causal))
+        target_config, drafter_config, parameters = found.target, found.drafter, kimi.parameters(found.target)
         has_kernels = _choose_kernels(kernels, target_config, device_mesh, dtype)
         arrays = checkpoint.load(target, parameters, device_mesh, DTYPES[dtype], as_blocks=has_kernels)
         if has_kernels:
@@ -154,7 +146,7 @@ class Engine:
             drafter_model,
             mesh=device_mesh,
             max_length=max_length,
-            tokenizer=tokenizer,
+            tokenizer=found.tokenizer,
             prefill_chunk=prefill_chunk,
             prefix_cache=prefix_cache,
             has_kernels=kernels is not False,
@@ -456,6 +448,37 @@ def _choose_kernels(kernels: bool | None, config: KimiConfig, mesh: Mesh, dtype:
             raise ValueError(f"kernels is True, but {error}; allowed are None and False") from error
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoints:
+    """What checked folders say of the models in them; hosts may tell by its ``repr`` that theirs are alike."""
+
+    target: KimiConfig
+    drafter: DFlashConfig | None
+    tokenizer: Tokenizer | None = field(repr=False)
+
+
+def _read_checkpoints(
+    target: str | Path,
+    drafter: str | Path | None,
+    mesh: Mesh,
+    max_length: Any,
+    drafter_rope_amplitude: float | None,
+    drafter_sliding_causal: bool,
+) -> _Checkpoints:
+    """Reads all but the arrays, and checks that those are there and what they must be."""
+    config = KimiConfig.from_hf(checkpoint.read_metadata(target, "kimi").config)
+    drafter_config = None
+    if drafter is not None:
+        drafter_config = _read_drafter_config(drafter, drafter_rope_amplitude, drafter_sliding_causal)
+    has_tokenizer = (Path(target) / "tiktoken.model").exists()
+    tokenizer = Tokenizer.from_directory(target) if has_tokenizer else None
+    check_pair(config, drafter_config, max_length, tokenizer)
+    checkpoint.check(target, kimi.parameters(config), mesh)
+    if drafter_config:
+        checkpoint.check(drafter, dflash.parameters(drafter_config), mesh)
+    return _Checkpoints(config, drafter_config, tokenizer)
 
 
 def _read_drafter_config(directory: str | Path, rope_amplitude: float | None, sliding_causal: bool) -> DFlashConfig:

@@ -75,6 +75,7 @@ def main(target: str, drafter: str, address: str, number: str) -> None:
         refusal(engine.generate, PROMPT if number == "0" else [10**9]),
         refusal(engine.score, [int(number)]),
         refusal(load, target, drafter if number == "0" else None, MESH),
+        refusal(load, target if number == "0" else f"{target}/none", drafter, MESH),
     ]
     print(json.dumps({"found": found, "refused": refused}), flush=True)
 

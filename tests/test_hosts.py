@@ -70,7 +70,7 @@ def test_two_processes_of_four_devices_find_what_one_device_finds(tmp_path):
             assert process.returncode == 0
             result = json.loads(output.splitlines()[-1])
             assert result["found"] == expected
-            mesh, *differ, others = result["refused"]
+            mesh, *differ, options, checkpoints = result["refused"]
             assert mesh == "mesh 'tensor=4' needs 4 devices; of 8, none of process 1"
             names = ["prompts or options"] * 3 + ["token_ids"]
             expected_differ = [
@@ -79,7 +79,10 @@ def test_two_processes_of_four_devices_find_what_one_device_finds(tmp_path):
             if number == 1:
                 expected_differ[2] = "prompts[0] has 1000000000 at index 0; allowed are token ids from 0 to 255"
             assert differ == expected_differ
-            assert others == "options of Engine.load of process 1 differ from those of process 0; all must be alike"
+            alike = "of process 1 differ from those of process 0; all must be alike"
+            assert options == f"options of Engine.load {alike}"
+            missing = f"{folders[0]}/none is not a folder; a converted checkpoint is needed"
+            assert checkpoints == (missing if number == 1 else f"checkpoints {alike}")
 
 
 @pytest.fixture
