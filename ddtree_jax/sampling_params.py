@@ -135,16 +135,15 @@ def _check_bias(bias: Any) -> None:
 class SamplingArrays:
     """`SamplingParams` of a batch on the device.
 
-    ``sequence_B`` numbers the prompts, ``prompt_BV`` says which ids stand in them. Unused places of ``stop_BZ`` hold -1,
-    those of ``biased_Bz`` an id behind the vocabulary.
+    ``key_B2`` is what noise is made from, one key for each seed and number of a prompt; ``prompt_BV`` says which ids stand in
+    the prompts. Unused places of ``stop_BZ`` hold -1, those of ``biased_Bz`` an id behind the vocabulary.
     """
 
     temperature_B: Float[Array, "B"]
     top_k_B: Int32[Array, "B"]
     top_p_B: Float[Array, "B"]
     min_p_B: Float[Array, "B"]
-    seed_B: UInt32[Array, "B"]
-    sequence_B: Int32[Array, "B"]
+    key_B2: UInt32[Array, "B 2"]
     max_new_tokens_B: Int32[Array, "B"]
     min_new_tokens_B: Int32[Array, "B"]
     stop_BZ: Int32[Array, "B Z"]
@@ -197,8 +196,7 @@ class SamplingArrays:
             # Below this, float32 flushes to 0, and no token at all would be kept.
             top_p_B=jnp.maximum(column("top_p", np.float32), jnp.finfo(jnp.float32).tiny),
             min_p_B=column("min_p", np.float32),
-            seed_B=column("seed", np.uint32),
-            sequence_B=jnp.asarray(np.arange(batch, dtype=np.int32)),
+            key_B2=_keys(column("seed", np.uint32), jnp.arange(batch, dtype=jnp.int32)),
             max_new_tokens_B=jnp.asarray(np.array(most, np.int32)),
             min_new_tokens_B=column("min_new_tokens", np.int32),
             stop_BZ=jnp.asarray(stop_BZ),
@@ -210,6 +208,13 @@ class SamplingArrays:
             bias_Bz=jnp.asarray(bias_Bz),
             prompt_BV=jnp.asarray(prompt_BV),
         )
+
+
+@jax.jit
+def _keys(seed_B: UInt32[Array, "B"], sequence_B: Int32[Array, "B"]) -> UInt32[Array, "B 2"]:
+    """Keys of sequences, once for all rounds."""
+    key_B = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seed_B), sequence_B)
+    return jax.random.key_data(key_B)
 
 
 def stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:

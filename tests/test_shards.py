@@ -62,7 +62,7 @@ def draws(mesh: str | None) -> list[np.ndarray]:
     place = place_of(mesh)
     plan = Plan(num_nodes=NODES, num_candidates=7, depth=DEPTH, mask_token_id=0, num_top_logprobs=20, place=place)
     random = np.random.default_rng(1)
-    nodes = tree.grow(SAMPLING.sequence_B, random_logits(2, DEPTH), jnp.int32(NODES - 1), NODES, NODES - 1)
+    nodes = tree.grow(jnp.arange(10, dtype=jnp.int32), random_logits(2, DEPTH), jnp.int32(NODES - 1), NODES, NODES - 1)
     emitted_BM = jnp.asarray(random.integers(0, VOCAB, (10, CAPACITY)), jnp.int32)
     number_B = jnp.asarray(random.integers(1, CAPACITY, 10), jnp.int32)
 
@@ -93,7 +93,7 @@ def grown(mesh: str | None) -> list[np.ndarray]:
 
     def of_shard(logits_BLV: jax.Array) -> tree.Tree:
         sizes = {"num_nodes": num_nodes, "num_candidates": num_nodes - 1, "shard": place.shard}
-        return tree.grow(SAMPLING.sequence_B, logits_BLV, jnp.int32(num_nodes - 1), **sizes)
+        return tree.grow(jnp.arange(10, dtype=jnp.int32), logits_BLV, jnp.int32(num_nodes - 1), **sizes)
 
     grow = jax.jit(functools.partial(place.run_on_columns, of_shard))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(grow(random_logits(4, DEPTH)))]
