@@ -128,7 +128,6 @@ def draw(
     logits_BNV: Float[Array, "B N V"],
     depth_BN: Int32[Array, "B N"],
     length_B: Int32[Array, "B"],
-    num_tokens_B: Int32[Array, "B"],
     sampling: SamplingArrays,
     num_depths: int,
     shard: Shard = Shard(),
@@ -138,9 +137,7 @@ def draw(
     Args:
       logits_BNV: float32; those of the shard.
       depth_BN: depths of the nodes, below ``num_depths``. The node lies at position ``length_B + depth``.
-      num_tokens_B: how many tokens each sequence has emitted; the token behind depth d would be number ``num_tokens_B + d``.
     """
-    logits_BNV = _without_stops(logits_BNV, num_tokens_B[:, None] + depth_BN, sampling, shard)
     by_reference = functools.partial(_draw_by_reference, num_depths=num_depths, shard=shard)
     by_kernels = functools.partial(_draw_by_kernels, num_depths=num_depths, shard=shard)
     return simt.choose(
@@ -158,7 +155,7 @@ def _draw_by_reference(
         token_BN = _sample(logits_BNV, largest_BN, depth_BN, length_B, sampling, num_depths, shard)
         return jnp.where(is_sampled_B[:, None], token_BN, greedy_BN)
 
-    return jax.lax.cond(jnp.any(is_sampled_B), sampled, lambda: greedy_BN)
+    return jax.lax.cond(sampling.is_sampled, sampled, lambda: greedy_BN)
 
 
 def _draw_by_kernels(
@@ -167,7 +164,7 @@ def _draw_by_kernels(
     best = sample.best_of_pieces(logits_BNV, shard.first_id(logits_BNV.shape[-1]))
     best = sample.Best(*_gather_pieces(shard, *best))
     return jax.lax.cond(
-        jnp.any(sampling.temperature_B > 0),
+        sampling.is_sampled,
         lambda: _sample_by_kernels(logits_BNV, best, depth_BN, length_B, sampling, num_depths, shard),
         lambda: sample.merge_greedy(best).reshape(depth_BN.shape),
     )
@@ -206,7 +203,7 @@ def _sample_by_kernels(
         noisy = sample.perturb_pieces(logits_BNV, best, *_asked(sampling, length_B), depth_BN, first_id, num_ids)
         return sample.merge_greedy(sample.Best(*_gather_pieces(shard, *noisy))).reshape(depth_BN.shape)
 
-    return jax.lax.cond(jnp.any((sampling.top_k_B > 0) | (sampling.top_p_B < 1)), with_filters, without)
+    return jax.lax.cond(sampling.is_filtered, with_filters, without)
 
 
 def draw_filtered(
@@ -274,17 +271,17 @@ def _sample(
     return shard.argmax(scaled_BNV + jnp.take_along_axis(noise_BTV, depth_BN[..., None], axis=1))[1]
 
 
-def _without_stops(logits_BNV: Array, number_BN: Array, sampling: SamplingArrays, shard: Shard) -> Array:
-    """Stop ids at -inf where fewer than ``min_new_tokens`` tokens would stand before them."""
-    too_early_BN = number_BN < sampling.min_new_tokens_B[:, None]
-
-    def without() -> Array:
-        num_columns = logits_BNV.shape[-1]
-        id_V = shard.first_id(num_columns) + jnp.arange(num_columns, dtype=jnp.int32)
-        is_stop_BV = jnp.any(sampling.stop_BZ[..., None] == id_V[None, None], axis=1)
-        return jnp.where(too_early_BN[..., None] & is_stop_BV[:, None], -jnp.inf, logits_BNV)
-
-    return jax.lax.cond(jnp.any(too_early_BN), without, lambda: logits_BNV)
+def without_early_stops(
+    logits_BNV: Float[Array, "B N V"],
+    too_early_BN: Bool[Array, "B N"],
+    sampling: SamplingArrays,
+    shard: Shard = Shard(),
+) -> Float[Array, "B N V"]:
+    """Stop ids at -inf behind the nodes where it is too early for one."""
+    num_columns = logits_BNV.shape[-1]
+    id_V = shard.first_id(num_columns) + jnp.arange(num_columns, dtype=jnp.int32)
+    is_stop_BV = jnp.any(sampling.stop_BZ[..., None] == id_V[None, None], axis=1)
+    return jnp.where(too_early_BN[..., None] & is_stop_BV[:, None], -jnp.inf, logits_BNV)
 
 
 def is_stop(token_BT: Int32[Array, "B T"], sampling: SamplingArrays) -> Bool[Array, "B T"]:
@@ -292,15 +289,19 @@ def is_stop(token_BT: Int32[Array, "B T"], sampling: SamplingArrays) -> Bool[Arr
 
 
 def log_probability(
-    logits_BTV: Float[Array, "B T V"], token_BT: Int32[Array, "B T"], sampling: SamplingArrays, shard: Shard = Shard()
+    logits_BNV: Float[Array, "B N V"],
+    row_BT: Int32[Array, "B T"],
+    token_BT: Int32[Array, "B T"],
+    sampling: SamplingArrays,
+    shard: Shard = Shard(),
 ) -> Float[Array, "B T"]:
-    """Log-probability of tokens under the target's own distribution, if any sequence wants it, else 0."""
-    zeros_BT = jnp.zeros(token_BT.shape, jnp.float32)
-    return jax.lax.cond(
-        jnp.any(sampling.wants_logprobs_B),
-        lambda: shard.value_at(logits_BTV, token_BT) - shard.log_sum_exp(logits_BTV),
-        lambda: zeros_BT,
-    )
+    """Log-probability of tokens under the target's own distribution in rows of logits, if any sequence wants it, else 0."""
+
+    def of_tokens() -> Array:
+        logits_BTV = jnp.take_along_axis(logits_BNV, row_BT[..., None], axis=1)
+        return shard.value_at(logits_BTV, token_BT) - shard.log_sum_exp(logits_BTV)
+
+    return jax.lax.cond(sampling.wants_logprobs, of_tokens, lambda: jnp.zeros(token_BT.shape, jnp.float32))
 
 
 def best(

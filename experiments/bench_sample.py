@@ -34,8 +34,8 @@ def draw_logits(rng: np.random.Generator, num_nodes: int) -> np.ndarray:
 
 
 def drawn(logits_BNV: jax.Array, depth_BN: jax.Array, length_B: jax.Array, arrays: SamplingArrays) -> jax.Array:
-    """All that the engine does for its draws, neither bias nor penalties in the logits."""
-    return sampling.draw(logits_BNV, depth_BN, length_B, jnp.ones_like(length_B), arrays, DEPTHS)
+    """All that the engine does for its draws, once bias and penalties are in the logits."""
+    return sampling.draw(logits_BNV, depth_BN, length_B, arrays, DEPTHS)
 
 
 def left(logits_BNV: jax.Array, depth_BN: jax.Array, length_B: jax.Array, arrays: SamplingArrays) -> jax.Array:

@@ -144,8 +144,8 @@ def filter_after_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token is drawn from all; one that the filters would have removed becomes the best one."""
     draw, filtered = sampling.draw, sampling.filtered
 
-    def late_draw(logits_BNV, depth_BN, length_B, num_tokens_B, params, num_depths, shard) -> Array:
-        drawn_BN = draw(logits_BNV, depth_BN, length_B, num_tokens_B, params, num_depths, shard)
+    def late_draw(logits_BNV, depth_BN, length_B, params, num_depths, shard) -> Array:
+        drawn_BN = draw(logits_BNV, depth_BN, length_B, params, num_depths, shard)
         over_nodes = jax.vmap(filtered, in_axes=(0, None, None, None))
         scaled_BNV = logits_BNV / params.temperature_B[:, None, None]
         kept_BNV = jax.vmap(over_nodes)(scaled_BNV, params.top_k_B, params.top_p_B, params.min_p_B)

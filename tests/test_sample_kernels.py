@@ -28,7 +28,7 @@ from ddtree_jax.sampling_params import SamplingArrays, SamplingParams
 
 THREADS, DEPTHS = 128, 3
 
-_draw = jax.jit(sampling.draw, static_argnums=5)
+_draw = jax.jit(sampling.draw, static_argnums=4)
 
 
 def pieces_of(logits_RV: np.ndarray) -> Piece:
@@ -156,8 +156,7 @@ def compare(
     rng = np.random.default_rng(7)
     arrays, length_B = arrays_of(params, vocab), jnp.asarray(rng.integers(0, 1000, batch), jnp.int32)
     depth_BN = rng.integers(0, DEPTHS, (batch, num_nodes)).astype(np.int32)
-    zeros_B = jnp.zeros(batch, jnp.int32)
-    expected = _draw(jnp.asarray(logits_BNV), jnp.asarray(depth_BN), length_B, zeros_B, arrays, DEPTHS)
+    expected = _draw(jnp.asarray(logits_BNV), jnp.asarray(depth_BN), length_B, arrays, DEPTHS)
     filters = sample.Filters(arrays.temperature_B, arrays.top_k_B, arrays.top_p_B, arrays.min_p_B)
     run = run_draw if with_filters else run_perturbed
     return run(logits_BNV, filters, depth_BN, sample.Noise(arrays.key_B2, length_B), **sizes), np.asarray(expected)

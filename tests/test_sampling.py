@@ -44,11 +44,8 @@ def arrays(*params: SamplingParams) -> SamplingArrays:
 
 
 def draw(logits_BNV: np.ndarray, depth_BN: np.ndarray, length_B: np.ndarray, params: SamplingArrays, depths: int = 8):
-    zeros_B = jnp.zeros(len(length_B), jnp.int32)
     int32 = (jnp.asarray(array, jnp.int32) for array in (depth_BN, length_B))
-    return np.asarray(
-        jax.jit(sampling.draw, static_argnums=5)(jnp.asarray(logits_BNV), *int32, zeros_B, params, depths)
-    )
+    return np.asarray(jax.jit(sampling.draw, static_argnums=4)(jnp.asarray(logits_BNV), *int32, params, depths))
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 7, 1000])

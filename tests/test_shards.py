@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -65,10 +66,11 @@ def draws(mesh: str | None) -> list[np.ndarray]:
     nodes = tree.grow(jnp.arange(10, dtype=jnp.int32), random_logits(2, DEPTH), jnp.int32(NODES - 1), NODES, NODES - 1)
     emitted_BM = jnp.asarray(random.integers(0, VOCAB, (10, CAPACITY)), jnp.int32)
     number_B = jnp.asarray(random.integers(1, CAPACITY, 10), jnp.int32)
+    row_BN = jnp.broadcast_to(jnp.arange(NODES, dtype=jnp.int32), (10, NODES))
 
     def of_shard(logits_BNV: jax.Array, *rest: jax.Array) -> tuple:
         drawn_BN = decode._draw(logits_BNV, nodes, number_B + 17, emitted_BM, number_B, SAMPLING, plan)
-        return drawn_BN, decode._emission(logits_BNV, drawn_BN, SAMPLING, plan)
+        return drawn_BN, decode._emission(logits_BNV, row_BN, drawn_BN, SAMPLING, plan)
 
     drawn = jax.jit(functools.partial(place.run_on_columns, of_shard))(random_logits(1, NODES))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(drawn)]
@@ -108,7 +110,7 @@ def test_trees_are_those_of_one_device(mesh):
 def test_noise_of_a_shard_is_that_of_its_ids():
     """Bit for bit, and that of `jax.random`."""
     position_BT = jnp.asarray([[3, 9], [4, 2**30]], jnp.int32)
-    params = jax.tree.map(lambda leaf: leaf[3:5], SAMPLING)
+    params = replace(SAMPLING, key_B2=SAMPLING.key_B2[3:5])
     make = jax.jit(sampling.noise, static_argnums=2)
     whole_BTV = np.asarray(make(params, position_BT, 1001))
     for first, num in ((0, 1001), (0, 125), (125, 125), (876, 125), (1000, 1)):
