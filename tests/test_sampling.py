@@ -94,6 +94,27 @@ def test_frequencies_follow_the_filtered_softmax(params):
         assert abs(agrees.mean() - chance) < 4 * (chance * (1 - chance) / agrees.size) ** 0.5
 
 
+@pytest.mark.parametrize(
+    ("params", "asked"),
+    [
+        ({"min_new_tokens": 3}, set()),
+        ({"top_k": 3, "top_p": 0.5}, set()),
+        ({"temperature": 1, "min_p": 0.1}, {"is_sampled"}),
+        ({"temperature": 1, "top_k": 3}, {"is_sampled", "is_filtered"}),
+        ({"temperature": 1, "top_p": 0.9}, {"is_sampled", "is_filtered"}),
+        ({"logit_bias": {3: 0.5}}, {"is_adjusted"}),
+        ({"repetition_penalty": 1.1}, {"is_adjusted"}),
+        ({"presence_penalty": 0.1}, {"is_adjusted"}),
+        ({"frequency_penalty": -0.1}, {"is_adjusted"}),
+        ({"logprobs": True}, {"wants_logprobs"}),
+    ],
+)
+def test_what_any_sequence_asks_for_is_known(params, asked):
+    found = arrays(SamplingParams(), SamplingParams(**params))
+    flags = ("is_adjusted", "is_sampled", "is_filtered", "wants_logprobs")
+    assert {name for name in flags if getattr(found, name)} == asked
+
+
 def noise_at(seed: int, position: int, *, batch: int, row: int) -> np.ndarray:
     """Noise of one (seed, sequence ``row``, position), computed in a batch of others."""
     seeds = np.arange(batch) + 100
