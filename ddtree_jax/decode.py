@@ -298,8 +298,7 @@ def _accept_shard(
     drawn_BN = _draw(logits_BNV, tree, length_B, emitted_BM, num_tokens_B, sampling, plan)
     path_BT, accepted_B = tree_lib.walk(tree, drawn_BN, plan.depth, has_kernels=plan.place.has_kernels)
     emitted_BT = jnp.take_along_axis(drawn_BN, path_BT, axis=1)
-    path_logits_BTV = jnp.take_along_axis(logits_BNV, path_BT[..., None], axis=1)
-    return path_BT, accepted_B, _emission(path_logits_BTV, emitted_BT, sampling, plan)
+    return path_BT, accepted_B, _emission(logits_BNV, path_BT, emitted_BT, sampling, plan)
 
 
 def _draw(
@@ -311,20 +310,29 @@ def _draw(
     sampling: SamplingArrays,
     plan: Plan,
 ) -> Int32[Array, "B N"]:
-    """One token behind every node."""
+    """One token behind every node; the token behind depth d would be number ``num_tokens_B + d`` of its sequence."""
     shard = plan.place.shard
-    logits_BNV = penalties.adjusted(
-        logits_BNV, tree.token_BN, tree.visible_BNn, emitted_BM, num_tokens_B, sampling, shard
-    )
-    return sampling_lib.draw(logits_BNV, tree.depth_BN, length_B, num_tokens_B, sampling, plan.depth + 1, shard)
+    too_early_BN = num_tokens_B[:, None] + tree.depth_BN < sampling.min_new_tokens_B[:, None]
+
+    def adjusted(logits_BNV: Array) -> Array:
+        history = tree.token_BN, tree.visible_BNn, emitted_BM, num_tokens_B
+        logits_BNV = penalties.adjusted(logits_BNV, *history, sampling, shard)
+        return sampling_lib.without_early_stops(logits_BNV, too_early_BN, sampling, shard)
+
+    # One condition round all: each one costs a copy of the logits, which are read again for log-probabilities. Where it is
+    # too early behind any node, it is behind the root.
+    is_adjusted = sampling.is_adjusted | jnp.any(num_tokens_B < sampling.min_new_tokens_B)
+    logits_BNV = jax.lax.cond(is_adjusted, adjusted, lambda logits_BNV: logits_BNV, logits_BNV)
+    return sampling_lib.draw(logits_BNV, tree.depth_BN, length_B, sampling, plan.depth + 1, shard)
 
 
-def _emission(logits_BTV: Array, token_BT: Array, sampling: SamplingArrays, plan: Plan) -> Emitted:
+def _emission(logits_BNV: Array, path_BT: Array, token_BT: Array, sampling: SamplingArrays, plan: Plan) -> Emitted:
     shard = plan.place.shard
+    logits_BTV = jnp.take_along_axis(logits_BNV, path_BT[..., None], axis=1)
     top_token_BTK, top_logprob_BTK = sampling_lib.best(logits_BTV, plan.num_top_logprobs, shard)
     return Emitted(
         token_BM=token_BT,
-        logprob_BM=sampling_lib.log_probability(logits_BTV, token_BT, sampling, shard),
+        logprob_BM=sampling_lib.log_probability(logits_BNV, path_BT, token_BT, sampling, shard),
         top_token_BMK=top_token_BTK,
         top_logprob_BMK=top_logprob_BTK,
     )

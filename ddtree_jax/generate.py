@@ -332,7 +332,7 @@ class Engine:
 
     def _context_of_prefixes(self, job: "_Job") -> tuple[decode.Context, list[int]]:
         """Where the prompts can go on from, and how many tokens of each lie behind that already."""
-        batch = len(job.sampling.seed_B)
+        batch = len(job.sampling.key_B2)
         prefixes = None
         if self._prefix_cache is not None:
             prefixes = self._prefix_cache.take([prompt.token_ids for prompt in job.prompts], batch)

@@ -7,7 +7,7 @@ comes out whichever node, tree, batch or mode asked for it. Greedy decoding is t
 On a mesh every device does this for its own columns of the vocabulary (`vocabulary.Shard`), with the noise of their ids::
 
     greedy      best of a shard ──────────────────────────────────────────► gather ─► token
-    kernels     best ─► gather ─► sum of the shard ─► gather ─► candidates ─► gather ─► filters, noise ─► token
+    kernels     best ─► gather ─► sums of the shard ─► gather ─► candidates ─► gather ─► filters, noise ─► token
     plain JAX   best ─► gather ─► thresholds by search, with sums over all shards ─► noise ─► best ─► gather ─► token
 
 Sampling adds to the greedy case only if a sequence asks for it. Where the kernels cannot know a draw, plain JAX makes it, at
@@ -120,19 +120,14 @@ def noise(
 
 def noise_keys(sampling: SamplingArrays, position_BT: Int32[Array, "B T"]) -> Array:
     """Random keys [B, T]; the noise of a token is a function of its sequence's seed and number and of its position."""
-
-    def of_position(seed: Array, sequence: Array, position: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), position)
-
-    along_positions = jax.vmap(of_position, in_axes=(None, None, 0))
-    return jax.vmap(along_positions)(sampling.seed_B, sampling.sequence_B, position_BT)
+    along_positions = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    return jax.vmap(along_positions)(jax.random.wrap_key_data(sampling.key_B2), position_BT)
 
 
 def draw(
     logits_BNV: Float[Array, "B N V"],
     depth_BN: Int32[Array, "B N"],
     length_B: Int32[Array, "B"],
-    num_tokens_B: Int32[Array, "B"],
     sampling: SamplingArrays,
     num_depths: int,
     shard: Shard = Shard(),
@@ -142,38 +137,37 @@ def draw(
     Args:
       logits_BNV: float32; those of the shard.
       depth_BN: depths of the nodes, below ``num_depths``. The node lies at position ``length_B + depth``.
-      num_tokens_B: how many tokens each sequence has emitted; the token behind depth d would be number ``num_tokens_B + d``.
     """
-    logits_BNV = _without_stops(logits_BNV, num_tokens_B[:, None] + depth_BN, sampling, shard)
-    position_BT = length_B[:, None] + 1 + jnp.arange(num_depths, dtype=jnp.int32)[None]
-    forms = (functools.partial(form, shard=shard) for form in (_draw_by_kernels, _draw_by_reference))
-    return simt.choose(*forms, logits_BNV, depth_BN, position_BT, sampling, has_kernels=shard.has_kernels)
-
-
-def _or_greedy(greedy_BN: Array, sampling: SamplingArrays, sample_nodes: Callable[[], Array]) -> Int32[Array, "B N"]:
-    """The greedy tokens, and those that are sampled where a sequence has a temperature."""
-    is_sampled_B = sampling.temperature_B > 0
-    return jax.lax.cond(
-        jnp.any(is_sampled_B), lambda: jnp.where(is_sampled_B[:, None], sample_nodes(), greedy_BN), lambda: greedy_BN
+    by_reference = functools.partial(_draw_by_reference, num_depths=num_depths, shard=shard)
+    by_kernels = functools.partial(_draw_by_kernels, num_depths=num_depths, shard=shard)
+    return simt.choose(
+        by_kernels, by_reference, logits_BNV, depth_BN, length_B, sampling, has_kernels=shard.has_kernels
     )
 
 
 def _draw_by_reference(
-    logits_BNV: Array, depth_BN: Array, position_BT: Array, sampling: SamplingArrays, *, shard: Shard
+    logits_BNV: Array, depth_BN: Array, length_B: Array, sampling: SamplingArrays, *, num_depths: int, shard: Shard
 ) -> Int32[Array, "B N"]:
     largest_BN, greedy_BN = shard.argmax(logits_BNV)
-    nodes = logits_BNV, largest_BN, depth_BN, position_BT, sampling
-    return _or_greedy(greedy_BN, sampling, lambda: _sample(*nodes, shard))
+    is_sampled_B = sampling.temperature_B > 0
+
+    def sampled() -> Array:
+        token_BN = _sample(logits_BNV, largest_BN, depth_BN, length_B, sampling, num_depths, shard)
+        return jnp.where(is_sampled_B[:, None], token_BN, greedy_BN)
+
+    return jax.lax.cond(sampling.is_sampled, sampled, lambda: greedy_BN)
 
 
 def _draw_by_kernels(
-    logits_BNV: Array, depth_BN: Array, position_BT: Array, sampling: SamplingArrays, *, shard: Shard
+    logits_BNV: Array, depth_BN: Array, length_B: Array, sampling: SamplingArrays, *, num_depths: int, shard: Shard
 ) -> Int32[Array, "B N"]:
     best = sample.best_of_pieces(logits_BNV, shard.first_id(logits_BNV.shape[-1]))
     best = sample.Best(*_gather_pieces(shard, *best))
-    greedy_BN = sample.merge_greedy(best).reshape(depth_BN.shape)
-    nodes = logits_BNV, best, depth_BN, position_BT, sampling
-    return _or_greedy(greedy_BN, sampling, lambda: _sample_by_kernels(*nodes, shard))
+    return jax.lax.cond(
+        sampling.is_sampled,
+        lambda: _sample_by_kernels(logits_BNV, best, depth_BN, length_B, sampling, num_depths, shard),
+        lambda: sample.merge_greedy(best).reshape(depth_BN.shape),
+    )
 
 
 def _gather_pieces(shard: Shard, *arrays_RC: Array) -> list[Array]:
@@ -185,65 +179,84 @@ def _sample_by_kernels(
     logits_BNV: Array,
     best: sample.Best,
     depth_BN: Array,
-    position_BT: Array,
+    length_B: Array,
     sampling: SamplingArrays,
+    num_depths: int,
     shard: Shard,
 ) -> Int32[Array, "B N"]:
-    """What `sample_reference` draws, by the kernels; by itself where the kernels cannot know the draw."""
+    """What `sample_reference` draws, by the kernels; by itself where the kernels cannot know the draw.
+
+    Sequences without a temperature get their best tokens.
+    """
+
+    def with_filters() -> Array:
+        token_BN = draw_filtered(logits_BNV, best, depth_BN, length_B, sampling, shard)
+
+        def with_reference() -> Array:
+            known_BN = sample_reference(logits_BNV, depth_BN, length_B, sampling, num_depths, shard)
+            return jnp.where(token_BN < 0, known_BN, token_BN)
+
+        return jax.lax.cond(jnp.any(token_BN < 0), with_reference, lambda: token_BN)
+
+    def without() -> Array:
+        first_id, num_ids = shard.first_id(logits_BNV.shape[-1]), shard.num_ids(logits_BNV.shape[-1])
+        noisy = sample.perturb_pieces(logits_BNV, best, *_asked(sampling, length_B), depth_BN, first_id, num_ids)
+        return sample.merge_greedy(sample.Best(*_gather_pieces(shard, *noisy))).reshape(depth_BN.shape)
+
+    return jax.lax.cond(sampling.is_filtered, with_filters, without)
+
+
+def draw_filtered(
+    logits_BNV: Float[Array, "B N V"],
+    best: sample.Best,
+    depth_BN: Int32[Array, "B N"],
+    length_B: Int32[Array, "B"],
+    sampling: SamplingArrays,
+    shard: Shard = Shard(),
+) -> Int32[Array, "B N"]:
+    """Draws under top-k and top-p by the kernels alone; -1 where they cannot know one. ``best`` are those of whole rows."""
     first_id, num_ids = shard.first_id(logits_BNV.shape[-1]), shard.num_ids(logits_BNV.shape[-1])
-    filters = sample.Filters(_temperature(sampling), sampling.top_k_B, sampling.top_p_B, sampling.min_p_B)
-    key_BT2 = jax.random.key_data(noise_keys(sampling, position_BT))
+    filters, of_positions = _asked(sampling, length_B)
     config = sample.Config()
     if shard.axis is not None:  # Lists cross the mesh: a row's are no longer than all that can be used of them.
         config = replace(config, capacity=min(config.capacity, config.num_kept // best.logit_RC.shape[1]))
-
-    def with_filters() -> Array:
-        sum_RC2 = sample.add_up_pieces(logits_BNV, best, filters, config)
-        (sum_RC2,) = shard.gather(sum_RC2)
-        lists = sample.collect_pieces(logits_BNV, best, sum_RC2, filters, first_id, num_ids, config)
-        count_RC1, *candidates = shard.gather(lists.count_RC[..., None], *lists[1:])
-        lists = sample.Lists(count_RC1[..., 0], *candidates)
-        token_BN = sample.draw_tokens(best, sum_RC2, lists, filters, depth_BN, key_BT2, num_ids, config)
-        is_unknown_BN = (token_BN < 0) & (sampling.temperature_B[:, None] > 0)
-        return jax.lax.cond(
-            jnp.any(is_unknown_BN),
-            lambda: sample_reference(logits_BNV, depth_BN, position_BT, sampling, shard),
-            lambda: token_BN,
-        )
-
-    def without() -> Array:
-        noisy = sample.perturb_pieces(logits_BNV, best, filters, depth_BN, key_BT2, first_id)
-        return sample.merge_greedy(sample.Best(*_gather_pieces(shard, *noisy))).reshape(depth_BN.shape)
-
-    return jax.lax.cond(jnp.any((sampling.top_k_B > 0) | (sampling.top_p_B < 1)), with_filters, without)
+    sums = sample.Sums(*shard.gather(*sample.add_up_pieces(logits_BNV, best, filters, num_ids, config)))
+    lists = sample.collect_pieces(logits_BNV, best, sums, filters, first_id, num_ids, config)
+    count_RC1, *candidates = shard.gather(lists.count_RC[..., None], *lists[1:])
+    lists = sample.Lists(count_RC1[..., 0], *candidates)
+    return sample.draw_tokens(best, sums, lists, filters, of_positions, depth_BN, num_ids, config)
 
 
-def _temperature(sampling: SamplingArrays) -> Float[Array, "B"]:
-    return jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
+def _asked(sampling: SamplingArrays, length_B: Array) -> tuple[sample.Filters, sample.Noise]:
+    filters = sample.Filters(sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B)
+    return filters, sample.Noise(sampling.key_B2, length_B)
 
 
 def sample_reference(
     logits_BNV: Float[Array, "B N V"],
     depth_BN: Int32[Array, "B N"],
-    position_BT: Int32[Array, "B T"],
+    length_B: Int32[Array, "B"],
     sampling: SamplingArrays,
+    num_depths: int,
     shard: Shard = Shard(),
 ) -> Int32[Array, "B N"]:
-    """Draws with noise, in plain JAX; a token behind depth d gets the noise of position ``position_BT[:, d]``."""
+    """Draws with noise, in plain JAX; arguments are those of `draw`."""
     largest_BN, _ = shard.argmax(logits_BNV)
-    return _sample(logits_BNV, largest_BN, depth_BN, position_BT, sampling, shard)
+    return _sample(logits_BNV, largest_BN, depth_BN, length_B, sampling, num_depths, shard)
 
 
 def _sample(
     logits_BNV: Array,
     largest_BN: Array,
     depth_BN: Array,
-    position_BT: Array,
+    length_B: Array,
     sampling: SamplingArrays,
+    num_depths: int,
     shard: Shard,
 ) -> Int32[Array, "B N"]:
     # The best logit at 0, so that the smallest temperature overflows toward greedy decoding and not to NaN.
-    scaled_BNV = (logits_BNV - largest_BN[..., None]) / _temperature(sampling)[:, None, None]
+    temperature_B = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
+    scaled_BNV = (logits_BNV - largest_BN[..., None]) / temperature_B[:, None, None]
     is_filtered = (sampling.top_k_B > 0) | (sampling.top_p_B < 1) | (sampling.min_p_B > 0)
     of_node = functools.partial(filtered, shard=shard)
     over_nodes = jax.vmap(of_node, in_axes=(0, None, None, None))
@@ -253,21 +266,22 @@ def _sample(
         lambda: scaled_BNV,
     )
     num_columns = logits_BNV.shape[-1]
+    position_BT = length_B[:, None] + 1 + jnp.arange(num_depths, dtype=jnp.int32)[None]
     noise_BTV = noise(sampling, position_BT, num_columns, shard.first_id(num_columns))
     return shard.argmax(scaled_BNV + jnp.take_along_axis(noise_BTV, depth_BN[..., None], axis=1))[1]
 
 
-def _without_stops(logits_BNV: Array, number_BN: Array, sampling: SamplingArrays, shard: Shard) -> Array:
-    """Stop ids at -inf where fewer than ``min_new_tokens`` tokens would stand before them."""
-    too_early_BN = number_BN < sampling.min_new_tokens_B[:, None]
-
-    def without() -> Array:
-        num_columns = logits_BNV.shape[-1]
-        id_V = shard.first_id(num_columns) + jnp.arange(num_columns, dtype=jnp.int32)
-        is_stop_BV = jnp.any(sampling.stop_BZ[..., None] == id_V[None, None], axis=1)
-        return jnp.where(too_early_BN[..., None] & is_stop_BV[:, None], -jnp.inf, logits_BNV)
-
-    return jax.lax.cond(jnp.any(too_early_BN), without, lambda: logits_BNV)
+def without_early_stops(
+    logits_BNV: Float[Array, "B N V"],
+    too_early_BN: Bool[Array, "B N"],
+    sampling: SamplingArrays,
+    shard: Shard = Shard(),
+) -> Float[Array, "B N V"]:
+    """Stop ids at -inf behind the nodes where it is too early for one."""
+    num_columns = logits_BNV.shape[-1]
+    id_V = shard.first_id(num_columns) + jnp.arange(num_columns, dtype=jnp.int32)
+    is_stop_BV = jnp.any(sampling.stop_BZ[..., None] == id_V[None, None], axis=1)
+    return jnp.where(too_early_BN[..., None] & is_stop_BV[:, None], -jnp.inf, logits_BNV)
 
 
 def is_stop(token_BT: Int32[Array, "B T"], sampling: SamplingArrays) -> Bool[Array, "B T"]:
@@ -275,15 +289,19 @@ def is_stop(token_BT: Int32[Array, "B T"], sampling: SamplingArrays) -> Bool[Arr
 
 
 def log_probability(
-    logits_BTV: Float[Array, "B T V"], token_BT: Int32[Array, "B T"], sampling: SamplingArrays, shard: Shard = Shard()
+    logits_BNV: Float[Array, "B N V"],
+    row_BT: Int32[Array, "B T"],
+    token_BT: Int32[Array, "B T"],
+    sampling: SamplingArrays,
+    shard: Shard = Shard(),
 ) -> Float[Array, "B T"]:
-    """Log-probability of tokens under the target's own distribution, if any sequence wants it, else 0."""
-    zeros_BT = jnp.zeros(token_BT.shape, jnp.float32)
-    return jax.lax.cond(
-        jnp.any(sampling.wants_logprobs_B),
-        lambda: shard.value_at(logits_BTV, token_BT) - shard.log_sum_exp(logits_BTV),
-        lambda: zeros_BT,
-    )
+    """Log-probability of tokens under the target's own distribution in rows of logits, if any sequence wants it, else 0."""
+
+    def of_tokens() -> Array:
+        logits_BTV = jnp.take_along_axis(logits_BNV, row_BT[..., None], axis=1)
+        return shard.value_at(logits_BTV, token_BT) - shard.log_sum_exp(logits_BTV)
+
+    return jax.lax.cond(sampling.wants_logprobs, of_tokens, lambda: jnp.zeros(token_BT.shape, jnp.float32))
 
 
 def best(

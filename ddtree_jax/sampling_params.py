@@ -135,20 +135,23 @@ def _check_bias(bias: Any) -> None:
 class SamplingArrays:
     """`SamplingParams` of a batch on the device.
 
-    ``sequence_B`` numbers the prompts, ``prompt_BV`` says which ids stand in them. Unused places of ``stop_BZ`` hold -1,
-    those of ``biased_Bz`` an id behind the vocabulary.
+    The first four say whether any sequence asks for it: a bias or penalties, a temperature, top-k or top-p with it,
+    log-probabilities. ``key_B2`` is what noise is made from, one key for each seed and number of a prompt; ``prompt_BV`` says
+    which ids stand in the prompts. Unused places of ``stop_BZ`` hold -1, those of ``biased_Bz`` an id behind the vocabulary.
     """
 
+    is_adjusted: Bool[Array, ""]
+    is_sampled: Bool[Array, ""]
+    is_filtered: Bool[Array, ""]
+    wants_logprobs: Bool[Array, ""]
     temperature_B: Float[Array, "B"]
     top_k_B: Int32[Array, "B"]
     top_p_B: Float[Array, "B"]
     min_p_B: Float[Array, "B"]
-    seed_B: UInt32[Array, "B"]
-    sequence_B: Int32[Array, "B"]
+    key_B2: UInt32[Array, "B 2"]
     max_new_tokens_B: Int32[Array, "B"]
     min_new_tokens_B: Int32[Array, "B"]
     stop_BZ: Int32[Array, "B Z"]
-    wants_logprobs_B: Bool[Array, "B"]
     repetition_penalty_B: Float[Array, "B"]
     presence_penalty_B: Float[Array, "B"]
     frequency_penalty_B: Float[Array, "B"]
@@ -190,19 +193,24 @@ class SamplingArrays:
         def column(name: str, dtype: Any) -> Array:
             return jnp.asarray(np.array([getattr(row, name) for row in rows], dtype))
 
+        def any_of(holds: Callable[[SamplingParams], bool]) -> Array:
+            return jnp.asarray(any(map(holds, params)))
+
         most = [min(row.max_new_tokens, space) for row, space in zip(rows, room, strict=True)]
         return cls(
+            is_adjusted=any_of(_is_adjusted),
+            is_sampled=any_of(lambda row: row.temperature > 0),
+            is_filtered=any_of(lambda row: row.temperature > 0 and (row.top_k > 0 or row.top_p < 1)),
+            wants_logprobs=any_of(lambda row: row.logprobs),
             temperature_B=column("temperature", np.float32),
             top_k_B=column("top_k", np.int32),
             # Below this, float32 flushes to 0, and no token at all would be kept.
             top_p_B=jnp.maximum(column("top_p", np.float32), jnp.finfo(jnp.float32).tiny),
             min_p_B=column("min_p", np.float32),
-            seed_B=column("seed", np.uint32),
-            sequence_B=jnp.asarray(np.arange(batch, dtype=np.int32)),
+            key_B2=_keys(column("seed", np.uint32), jnp.arange(batch, dtype=jnp.int32)),
             max_new_tokens_B=jnp.asarray(np.array(most, np.int32)),
             min_new_tokens_B=column("min_new_tokens", np.int32),
             stop_BZ=jnp.asarray(stop_BZ),
-            wants_logprobs_B=column("logprobs", bool),
             repetition_penalty_B=column("repetition_penalty", np.float32),
             presence_penalty_B=column("presence_penalty", np.float32),
             frequency_penalty_B=column("frequency_penalty", np.float32),
@@ -210,6 +218,19 @@ class SamplingArrays:
             bias_Bz=jnp.asarray(bias_Bz),
             prompt_BV=jnp.asarray(prompt_BV),
         )
+
+
+def _is_adjusted(params: SamplingParams) -> bool:
+    """Whether there are a bias or penalties."""
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    return bool(params.logit_bias) or penalties != (1, 0, 0)
+
+
+@jax.jit
+def _keys(seed_B: UInt32[Array, "B"], sequence_B: Int32[Array, "B"]) -> UInt32[Array, "B 2"]:
+    """Keys of sequences, once for all rounds."""
+    key_B = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seed_B), sequence_B)
+    return jax.random.key_data(key_B)
 
 
 def stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:

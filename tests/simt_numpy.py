@@ -132,12 +132,17 @@ class NumpyThreads:
         assert not racing.any(), f"threads {threads[racing][:5]} {what} {at[racing][:5]} without a barrier"
 
     def atomic_add(self, memory: Memory, index: np.ndarray, value: np.ndarray) -> np.ndarray:
+        """In the order of threads."""
+        threads = self._thread[self._active]
+        order = threads[np.argsort(index[threads], kind="stable")]
+        at, added = index[order], value[order]
         before = np.zeros(self._thread.shape, INT)
-        for thread in self._thread[self._active]:
-            at = index[thread]
-            before[thread] = memory.array[at]
-            memory.array[at] += value[thread]
-            memory.writer[at], memory.written_at[:, at] = _SEVERAL, self._time[:, thread]
+        if threads.size:
+            is_first = np.diff(at, prepend=-1) != 0
+            sums = np.cumsum(added) - added
+            before[order] = memory.array[at] + sums - np.maximum.accumulate(np.where(is_first, sums, 0))
+            np.add.at(memory.array, at, added)
+            memory.writer[at], memory.written_at[:, at] = _SEVERAL, self._time[:, order]
         return before
 
     @contextlib.contextmanager

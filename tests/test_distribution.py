@@ -131,8 +131,7 @@ def accept_by_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
             jnp.take_along_axis(jax.nn.softmax(row_BLV), child_BL1, axis=-1)[..., 0]
             for row_BLV in (kept_BNV[:, :-1], drafted[-1])
         )
-        keys_B = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(params.seed_B), 1000 + params.sequence_B)
-        keys_B = jax.vmap(jax.random.fold_in)(keys_B, length_B)
+        keys_B = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(params.key_B2), 2**30 + length_B)
         coin_BL = jax.vmap(lambda key: jax.random.uniform(key, p_BL.shape[1:]))(keys_B)
         accepted_BL = jnp.where(coin_BL * q_BL < p_BL, child_BL1[..., 0], drawn_BN[:, :-1])
         return jnp.concatenate([accepted_BL, drawn_BN[:, -1:]], axis=1)
@@ -145,8 +144,8 @@ def filter_after_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token is drawn from all; one that the filters would have removed becomes the best one."""
     draw, filtered = sampling.draw, sampling.filtered
 
-    def late_draw(logits_BNV, depth_BN, length_B, num_tokens_B, params, num_depths, shard) -> Array:
-        drawn_BN = draw(logits_BNV, depth_BN, length_B, num_tokens_B, params, num_depths, shard)
+    def late_draw(logits_BNV, depth_BN, length_B, params, num_depths, shard) -> Array:
+        drawn_BN = draw(logits_BNV, depth_BN, length_B, params, num_depths, shard)
         over_nodes = jax.vmap(filtered, in_axes=(0, None, None, None))
         scaled_BNV = logits_BNV / params.temperature_B[:, None, None]
         kept_BNV = jax.vmap(over_nodes)(scaled_BNV, params.top_k_B, params.top_p_B, params.min_p_B)

@@ -40,7 +40,7 @@ def draw(logits_BNV: jax.Array) -> jax.Array:
     options = {"batch": 2, "max_length": 9, "vocab_size": VOCAB, "eos_token_ids": []}
     arrays = SamplingArrays.stack([SamplingParams(temperature=0.6, top_p=0.9)] * 2, [[0]] * 2, **options)
     zeros_B = jnp.zeros(2, jnp.int32)
-    return sampling.draw(logits_BNV, jnp.zeros((2, NODES), jnp.int32), zeros_B, zeros_B, arrays, DEPTH + 1)
+    return sampling.draw(logits_BNV, jnp.zeros((2, NODES), jnp.int32), zeros_B, arrays, DEPTH + 1)
 
 
 CALLS = [

@@ -44,11 +44,8 @@ def arrays(*params: SamplingParams) -> SamplingArrays:
 
 
 def draw(logits_BNV: np.ndarray, depth_BN: np.ndarray, length_B: np.ndarray, params: SamplingArrays, depths: int = 8):
-    zeros_B = jnp.zeros(len(length_B), jnp.int32)
     int32 = (jnp.asarray(array, jnp.int32) for array in (depth_BN, length_B))
-    return np.asarray(
-        jax.jit(sampling.draw, static_argnums=5)(jnp.asarray(logits_BNV), *int32, zeros_B, params, depths)
-    )
+    return np.asarray(jax.jit(sampling.draw, static_argnums=4)(jnp.asarray(logits_BNV), *int32, params, depths))
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 7, 1000])
@@ -95,6 +92,27 @@ def test_frequencies_follow_the_filtered_softmax(params):
     chance = (expected_V**2).sum() / drawn_BN.size**2
     for agrees in (drawn_BN[:, 1:] == drawn_BN[:, :-1], drawn_BN[1:] == drawn_BN[:-1]):
         assert abs(agrees.mean() - chance) < 4 * (chance * (1 - chance) / agrees.size) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("params", "asked"),
+    [
+        ({"min_new_tokens": 3}, set()),
+        ({"top_k": 3, "top_p": 0.5}, set()),
+        ({"temperature": 1, "min_p": 0.1}, {"is_sampled"}),
+        ({"temperature": 1, "top_k": 3}, {"is_sampled", "is_filtered"}),
+        ({"temperature": 1, "top_p": 0.9}, {"is_sampled", "is_filtered"}),
+        ({"logit_bias": {3: 0.5}}, {"is_adjusted"}),
+        ({"repetition_penalty": 1.1}, {"is_adjusted"}),
+        ({"presence_penalty": 0.1}, {"is_adjusted"}),
+        ({"frequency_penalty": -0.1}, {"is_adjusted"}),
+        ({"logprobs": True}, {"wants_logprobs"}),
+    ],
+)
+def test_what_any_sequence_asks_for_is_known(params, asked):
+    found = arrays(SamplingParams(), SamplingParams(**params))
+    flags = ("is_adjusted", "is_sampled", "is_filtered", "wants_logprobs")
+    assert {name for name in flags if getattr(found, name)} == asked
 
 
 def noise_at(seed: int, position: int, *, batch: int, row: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -62,13 +63,14 @@ def draws(mesh: str | None) -> list[np.ndarray]:
     place = place_of(mesh)
     plan = Plan(num_nodes=NODES, num_candidates=7, depth=DEPTH, mask_token_id=0, num_top_logprobs=20, place=place)
     random = np.random.default_rng(1)
-    nodes = tree.grow(SAMPLING.sequence_B, random_logits(2, DEPTH), jnp.int32(NODES - 1), NODES, NODES - 1)
+    nodes = tree.grow(jnp.arange(10, dtype=jnp.int32), random_logits(2, DEPTH), jnp.int32(NODES - 1), NODES, NODES - 1)
     emitted_BM = jnp.asarray(random.integers(0, VOCAB, (10, CAPACITY)), jnp.int32)
     number_B = jnp.asarray(random.integers(1, CAPACITY, 10), jnp.int32)
+    row_BN = jnp.broadcast_to(jnp.arange(NODES, dtype=jnp.int32), (10, NODES))
 
     def of_shard(logits_BNV: jax.Array, *rest: jax.Array) -> tuple:
         drawn_BN = decode._draw(logits_BNV, nodes, number_B + 17, emitted_BM, number_B, SAMPLING, plan)
-        return drawn_BN, decode._emission(logits_BNV, drawn_BN, SAMPLING, plan)
+        return drawn_BN, decode._emission(logits_BNV, row_BN, drawn_BN, SAMPLING, plan)
 
     drawn = jax.jit(functools.partial(place.run_on_columns, of_shard))(random_logits(1, NODES))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(drawn)]
@@ -93,7 +95,7 @@ def grown(mesh: str | None) -> list[np.ndarray]:
 
     def of_shard(logits_BLV: jax.Array) -> tree.Tree:
         sizes = {"num_nodes": num_nodes, "num_candidates": num_nodes - 1, "shard": place.shard}
-        return tree.grow(SAMPLING.sequence_B, logits_BLV, jnp.int32(num_nodes - 1), **sizes)
+        return tree.grow(jnp.arange(10, dtype=jnp.int32), logits_BLV, jnp.int32(num_nodes - 1), **sizes)
 
     grow = jax.jit(functools.partial(place.run_on_columns, of_shard))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(grow(random_logits(4, DEPTH)))]
@@ -108,7 +110,7 @@ def test_trees_are_those_of_one_device(mesh):
 def test_noise_of_a_shard_is_that_of_its_ids():
     """Bit for bit, and that of `jax.random`."""
     position_BT = jnp.asarray([[3, 9], [4, 2**30]], jnp.int32)
-    params = jax.tree.map(lambda leaf: leaf[3:5], SAMPLING)
+    params = replace(SAMPLING, key_B2=SAMPLING.key_B2[3:5])
     make = jax.jit(sampling.noise, static_argnums=2)
     whole_BTV = np.asarray(make(params, position_BT, 1001))
     for first, num in ((0, 1001), (0, 125), (125, 125), (876, 125), (1000, 1)):

@@ -3,17 +3,18 @@
 ::
 
     logits [B, N, V] ─┬► best_of_pieces ──► best [R, C] ──► merge_greedy ──► tokens                       greedy
-                      ├► add_up_pieces  ◄─ best ──► sums [R, C] ─┬─────────────────┐
+                      ├► add_up_pieces  ◄─ best ──► sums, counts ┬─────────────────┐
                       ├► collect_pieces ◄─ best ◄────────────────┘ ──► lists ──► draw_tokens ──► tokens   top-k, top-p
                       └► perturb_pieces ◄─ best ──► best with noise ──► merge_greedy ──► tokens           else
                          a block a piece    other shards' pieces join here    a block a row (a node, R = B N)
 
 Bytes: the logits once, 10.5 MB for 16 nodes of 163,840 columns, 2.3 us of an H200's 4.57 TB/s. Noise is made for the tokens
-that the filters keep, and equals `jax.random.gumbel` of the node's position bit for bit.
+that the filters keep, and equals `jax.random.gumbel` of the node's position bit for bit. Positions' keys and logarithms of
+filters are made where they are used, so that nothing but these kernels runs.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32, UInt32
 
 from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.sample_collect import NOISE_RANGE, Collection, add_up_piece, collect, perturb, pick_best
+from ddtree_jax.pallas.sample_collect import NUM_BUCKETS, Collection, add_up_piece, collect, perturb, pick_best
 from ddtree_jax.pallas.sample_draw import Draw, draw, merge_best
 from ddtree_jax.pallas.simt import FLOAT, INT, UINT, WIDE
 from ddtree_jax.pallas.tree_expand import MAX_PIECES
@@ -39,6 +40,13 @@ class Best(NamedTuple):
     token_RC: Int32[Array, "R C"]
 
 
+class Sums(NamedTuple):
+    """The mass of each piece, an integer of 64 bits in units of 2**-31, low word first, and its tokens a bucket of logits."""
+
+    mass_RC2: Int32[Array, "R C 2"]
+    count_RCh: Int32[Array, "R C h"]
+
+
 class Lists(NamedTuple):
     """The tokens of each piece that may be drawn; of ``count_RC`` a list holds the first Z."""
 
@@ -48,29 +56,27 @@ class Lists(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """Of a sequence; temperatures are positive."""
+    """Of a sequence; temperature 0 draws the best token."""
 
     temperature_B: Float[Array, "B"]
     top_k_B: Int32[Array, "B"]
     top_p_B: Float[Array, "B"]
     min_p_B: Float[Array, "B"]
 
-    def cutoff_B(self, vocab: int) -> Float[Array, "B"]:
-        """How far below the sum of all a token with too little mass for top-p lies."""
-        return jnp.where(self.top_p_B < 1, jnp.log(vocab / (1 - self.top_p_B)), jnp.inf)
 
-    def floor_B(self) -> Float[Array, "B"]:
-        """How far below the best token, over the temperature, none can be drawn: noise is bounded, and min_p bounds too.
+class Noise(NamedTuple):
+    """What the noise of a sequence's tokens depends on: behind depth d it is that of position ``length_B + d + 1``.
 
-        With top-k the mass of all that it keeps is needed, whether min_p removes them or not.
-        """
-        lowest_B = jnp.where(self.top_k_B > 0, -jnp.inf, jnp.log(self.min_p_B))
-        return jnp.maximum(lowest_B, -NOISE_RANGE)
+    A position's threefry key is that of the sequence, folded as `jax.random.fold_in` does.
+    """
+
+    key_B2: UInt32[Array, "B 2"]
+    length_B: Int32[Array, "B"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A block of the first kernel reads up to ``num_threads * vectors * 4`` columns."""
+    """A block of the first kernel reads up to ``num_threads * vectors * 4`` columns; ``draw_threads`` divide ``num_kept``."""
 
     num_threads: int = 512
     vectors: int = 5
@@ -140,41 +146,38 @@ def _merge_best(num_rows: int, num_pieces: int, t: Any, *args: Any) -> None:
     merge_best(t, num_rows, num_pieces, *args)
 
 
-def _collection(logits_BNV: Array, row_pieces: int | None, config: Config) -> Collection:
-    piece = _piece(logits_BNV, config)
-    num_nodes = logits_BNV.shape[1]
-    return Collection(
-        piece=piece, num_nodes=num_nodes, row_pieces=row_pieces or piece.num_pieces, capacity=config.capacity
-    )
+def _collection(logits_BNV: Array, row_pieces: int, vocab: int, config: Config) -> Collection:
+    piece, num_nodes = _piece(logits_BNV, config), logits_BNV.shape[1]
+    return Collection(piece=piece, num_nodes=num_nodes, row_pieces=row_pieces, vocab=vocab, capacity=config.capacity)
 
 
 def add_up_pieces(
-    logits_BNV: Float[Array, "B N V"], best: Best, filters: Filters, config: Config = Config()
-) -> Int32[Array, "R C 2"]:
+    logits_BNV: Float[Array, "B N V"], best: Best, filters: Filters, vocab: int, config: Config = Config()
+) -> Sums:
     """Sums of exp((logit - row's best) / temperature) over this device's pieces; ``best`` are those of whole rows.
-
-    A sum is an integer of 64 bits, low word first, in units of 2**-31.
 
     Raises:
       NotImplementedError: for logits that are not float32, or too many columns.
     """
     batch, num_nodes, columns = logits_BNV.shape
-    shape = _collection(logits_BNV, best.logit_RC.shape[1], config)
-    num_rows, num_pieces = batch * num_nodes, shape.piece.num_pieces
+    shape = _collection(logits_BNV, best.logit_RC.shape[1], vocab, config)
+    pieces = (batch * num_nodes, shape.piece.num_pieces)
 
     def body(*refs: Any) -> None:
         numbers = (lax.axis_index("row"), lax.axis_index("piece"))
-        pairs = list(zip(refs, (FLOAT, FLOAT, FLOAT, WIDE, WIDE), strict=True))
+        pairs = list(zip(refs, (FLOAT, FLOAT, FLOAT, WIDE, INT, WIDE, INT), strict=True))
         simt.run(functools.partial(_add_up_piece, shape), pairs, numbers)
 
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((num_rows, num_pieces, 2), jnp.int32),
-        grid=(num_rows, num_pieces),
-        grid_names=("row", "piece"),
-        scratch_types=[plgpu.SMEM((2 * config.num_threads // 32,), jnp.int32)],
-        **simt.options("sample_add_up", config.num_threads),
-    )(logits_BNV.reshape(-1, columns), filters.temperature_B, best.logit_RC)
+    return Sums(
+        *plgpu.kernel(
+            body,
+            out_type=tuple(jax.ShapeDtypeStruct((*pieces, size), jnp.int32) for size in (2, NUM_BUCKETS)),
+            grid=pieces,
+            grid_names=("row", "piece"),
+            scratch_types=[plgpu.SMEM((size,), jnp.int32) for size in (2 * config.num_threads // 32, NUM_BUCKETS)],
+            **simt.options("sample_add_up", config.num_threads),
+        )(logits_BNV.reshape(-1, columns), filters.temperature_B, best.logit_RC)
+    )
 
 
 def _add_up_piece(shape: Collection, t: Any, *args: Any) -> None:
@@ -184,7 +187,7 @@ def _add_up_piece(shape: Collection, t: Any, *args: Any) -> None:
 def collect_pieces(
     logits_BNV: Float[Array, "B N V"],
     best: Best,
-    sum_RC2: Int32[Array, "R C 2"],
+    sums: Sums,
     filters: Filters,
     first_id: Int32[Array, ""],
     vocab: int,
@@ -192,15 +195,14 @@ def collect_pieces(
 ) -> Lists:
     """This device's tokens that may be drawn; ``best`` and sums are those of whole rows, other shards' pieces included."""
     batch, num_nodes, columns = logits_BNV.shape
-    shape = _collection(logits_BNV, sum_RC2.shape[1], config)
+    shape = _collection(logits_BNV, best.logit_RC.shape[1], vocab, config)
     pieces = (batch * num_nodes, shape.piece.num_pieces)
     lists = (*pieces, config.capacity)
 
-    def body(logits: Any, temperature: Any, cutoff: Any, floor: Any, best: Any, total: Any, first_id: Any, *refs: Any):
-        kinds = (FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, WIDE, INT, FLOAT, INT, INT)
+    def body(first_id: Any, *refs: Any) -> None:
+        kinds = (FLOAT, FLOAT, INT, FLOAT, FLOAT, FLOAT, WIDE, INT, INT, FLOAT, INT, INT, INT)
         numbers = (lax.axis_index("row"), lax.axis_index("piece"), first_id[0])
-        pairs = list(zip((logits, temperature, cutoff, floor, best, total, *refs), kinds, strict=True))
-        simt.run(functools.partial(_collect, shape), pairs, numbers)
+        simt.run(functools.partial(_collect, shape), list(zip(refs, kinds, strict=True)), numbers)
 
     outs = ((pieces, jnp.int32), (lists, jnp.float32), (lists, jnp.int32))
     return Lists(
@@ -209,17 +211,9 @@ def collect_pieces(
             out_type=tuple(jax.ShapeDtypeStruct(*out) for out in outs),
             grid=pieces,
             grid_names=("row", "piece"),
-            scratch_types=[plgpu.SMEM((1,), jnp.int32)],
+            scratch_types=[plgpu.SMEM((size,), jnp.int32) for size in (1, config.num_threads)],
             **simt.options("sample_collect", config.num_threads),
-        )(
-            logits_BNV.reshape(-1, columns),
-            filters.temperature_B,
-            filters.cutoff_B(vocab),
-            filters.floor_B(),
-            best.logit_RC,
-            sum_RC2,
-            first_id.reshape(1),
-        )
+        )(first_id.reshape(1), logits_BNV.reshape(-1, columns), *filters, best.logit_RC, *sums)
     )
 
 
@@ -231,9 +225,10 @@ def perturb_pieces(
     logits_BNV: Float[Array, "B N V"],
     best: Best,
     filters: Filters,
+    noise: Noise,
     depth_BN: Int32[Array, "B N"],
-    key_BT2: UInt32[Array, "B T 2"],
     first_id: Int32[Array, ""],
+    vocab: int,
     config: Config = Config(),
 ) -> Best:
     """The best tokens with noise, where no sequence has top-k or top-p; ``best`` are those of whole rows without it.
@@ -241,11 +236,11 @@ def perturb_pieces(
     `merge_greedy` of the result, of all devices, is the draw.
     """
     batch, num_nodes, columns = logits_BNV.shape
-    shape = replace(_collection(logits_BNV, best.logit_RC.shape[1], config), num_depths=key_BT2.shape[1])
+    shape = _collection(logits_BNV, best.logit_RC.shape[1], vocab, config)
     pieces = (batch * num_nodes, shape.piece.num_pieces)
 
     def body(first_id: Any, *refs: Any) -> None:
-        kinds = (FLOAT, INT, FLOAT, FLOAT, UINT, FLOAT, FLOAT, INT, WIDE)
+        kinds = (FLOAT, INT, FLOAT, FLOAT, UINT, INT, FLOAT, FLOAT, INT, WIDE)
         numbers = (lax.axis_index("row"), lax.axis_index("piece"), first_id[0])
         simt.run(functools.partial(_perturb, shape), list(zip(refs, kinds, strict=True)), numbers)
 
@@ -262,8 +257,8 @@ def perturb_pieces(
             logits_BNV.reshape(-1, columns),
             depth_BN.reshape(-1),
             filters.temperature_B,
-            jnp.log(filters.min_p_B),
-            key_BT2.reshape(-1),
+            filters.min_p_B,
+            *noise,
             best.logit_RC,
         )
     )
@@ -275,15 +270,15 @@ def _perturb(shape: Collection, t: Any, *args: Any) -> None:
 
 def draw_tokens(
     best: Best,
-    sum_RC2: Int32[Array, "R C 2"],
+    sums: Sums,
     lists: Lists,
     filters: Filters,
+    noise: Noise,
     depth_BN: Int32[Array, "B N"],
-    key_BT2: UInt32[Array, "B T 2"],
     vocab: int,
     config: Config = Config(),
 ) -> Int32[Array, "B N"]:
-    """One token a node, with the noise of the threefry key of its depth; -1 where the lists lack what the draw needs.
+    """One token a node, the best one without a temperature; -1 where the lists lack what the draw needs.
 
     A whole row's pieces are needed. Lists may lack something where more tokens than fit may be drawn, as of flat logits, or
     where top-k comes before top-p and keeps more than may be drawn.
@@ -296,15 +291,14 @@ def draw_tokens(
         num_pieces=num_pieces,
         capacity=capacity,
         num_kept=config.num_kept,
-        num_depths=key_BT2.shape[1],
         vocab=vocab,
         num_threads=config.draw_threads,
     )
-    num_warps, f32, i32 = config.draw_threads // 32, jnp.float32, jnp.int32
+    num_warps, f32, i32, u32 = config.draw_threads // 32, jnp.float32, jnp.int32, jnp.uint32
 
     def body(*refs: Any) -> None:
-        of_sequence = (INT, FLOAT, INT, FLOAT, FLOAT, UINT)
-        kinds = (*of_sequence, FLOAT, INT, WIDE, INT, FLOAT, INT, INT, FLOAT, INT, WIDE, UINT, INT)
+        of_sequence = (INT, FLOAT, INT, FLOAT, FLOAT, UINT, INT)
+        kinds = (*of_sequence, FLOAT, INT, WIDE, INT, FLOAT, INT, INT, FLOAT, INT, UINT, WIDE, UINT)
         simt.run(functools.partial(_draw, shape), list(zip(refs, kinds, strict=True)), [lax.axis_index("row")])
 
     token_R = plgpu.kernel(
@@ -313,24 +307,12 @@ def draw_tokens(
         grid=(num_rows,),
         grid_names=("row",),
         scratch_types=[
-            plgpu.SMEM((config.num_kept,), f32),
-            plgpu.SMEM((config.num_kept,), i32),
+            *(plgpu.SMEM((config.num_kept,), kind) for kind in (f32, i32, u32)),
             plgpu.SMEM((2 * num_warps,), i32),
-            plgpu.SMEM((num_warps,), jnp.uint32),
-            plgpu.SMEM((1,), i32),
+            plgpu.SMEM((2 * num_warps,), u32),
         ],
         **simt.options("sample_draw", config.draw_threads),
-    )(
-        depth_BN.reshape(num_rows),
-        filters.temperature_B,
-        filters.top_k_B,
-        filters.top_p_B,
-        jnp.log(filters.min_p_B),
-        key_BT2.reshape(-1),
-        *best,
-        sum_RC2,
-        *lists,
-    )
+    )(depth_BN.reshape(num_rows), *filters, *noise, *best, sums.mass_RC2, *lists)
     return token_R.reshape(batch, num_nodes)
 
 

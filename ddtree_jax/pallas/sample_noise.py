@@ -8,6 +8,12 @@ _TINY = 1.1754943508222875e-38
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
+def key_at(t: Any, noise_key: Any, sequence: Any, position: Any) -> tuple[Any, Any]:
+    """The key of a position, as ``jax.random.fold_in`` makes it of the sequence's; noise_key [B, 2] in global memory."""
+    key = t.load(noise_key, sequence * 2), t.load(noise_key, sequence * 2 + 1)
+    return threefry(t, key, t.value(UINT, 0), t.bits(position, UINT))
+
+
 def gumbel(t: Any, key: tuple[Any, Any], index: Any) -> Any:
     """Element ``index`` of ``jax.random.gumbel`` with a threefry key."""
     first, second = threefry(t, key, t.value(UINT, 0), t.bits(index, UINT))
