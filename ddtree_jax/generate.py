@@ -149,10 +149,13 @@ class Engine:
         arrays = checkpoint.load(target, parameters, device_mesh, _DTYPES[dtype], as_blocks=has_kernels)
         if has_kernels:
             kimi.pack_experts(arrays, device_mesh)
+            kimi.pack_projections(arrays, target_config, device_mesh)
         capture = drafter_config.target_layer_ids if drafter_config else ()
         drafter_model = None
         if drafter_config:
             drafter_arrays = checkpoint.load(drafter, dflash.parameters(drafter_config), device_mesh, _DTYPES[dtype])
+            if has_kernels:
+                dflash.pack_projections(drafter_arrays, drafter_config, device_mesh)
             drafter_model = dflash.DFlash(drafter_config, drafter_arrays, device_mesh)
         return cls(
             kimi.Kimi(target_config, arrays, capture, device_mesh, has_kernels),
