@@ -26,9 +26,7 @@ def configs() -> tuple[KimiConfig, DFlashConfig]:
     """A layer of each kind, in widths whose halves the kernel takes."""
     sizes = dict(hidden_size=128, num_attention_heads=4, q_lora_rank=64, kv_lora_rank=64)
     sizes |= dict(qk_nope_head_dim=64, qk_rope_head_dim=16, v_head_dim=64)
-    target = target_config(
-        intermediate_size=256, moe_intermediate_size=128, vocab_size=40, n_routed_experts=8, **sizes
-    )
+    target = target_config(intermediate_size=256, moe_intermediate_size=128, vocab_size=40, n_routed_experts=8, **sizes)
     sizes = dict(num_attention_heads=8, num_key_value_heads=2, head_dim=16, intermediate_size=128)
     return target, drafter_config(target, **sizes)
 
