@@ -175,7 +175,7 @@ def pack_all(
     """
     for part, table in arrays.items():
         for projection in projections.get(part, ()):
-            pack, form = _packer(projection, _shapes(projection, table), parameters[part], mesh)
+            pack, form = _packer(projection, table, parameters[part], mesh)
             table[projection.name] = Packed(pack(*(table.pop(name) for name in projection.names)), form)
 
 
@@ -190,7 +190,7 @@ def check(
     for part, table in arrays.items():
         for projection in projections.get(part, ()):
             leaves = [table[name] for name in projection.names]
-            pack, form = _packer(projection, _shapes(projection, table), parameters[part], mesh)
+            pack, form = _packer(projection, table, parameters[part], mesh)
             blocks = jax.eval_shape(pack, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves))
             num_shards = math.prod(mesh.shape[axis] for axis in form.blocks_spec if axis)
             local = jax.ShapeDtypeStruct((blocks.shape[0] // num_shards, *blocks.shape[1:]), blocks.dtype)
@@ -198,64 +198,56 @@ def check(
             choose_shape(x_TK, local, form.outputs, form.num_groups, config)
 
 
-Shapes = tuple[tuple[tuple[int, ...], Any], ...]
-
-
-def _shapes(projection: Projection, table: Mapping[str, Any]) -> Shapes:
-    return tuple((table[name].shape, table[name].dtype) for name in projection.names)
+_Leaves = tuple[tuple[tuple[int, ...], Any], ...]
+"""Shape and dtype of each natural array."""
 
 
 def _packer(
-    projection: Projection, shapes: Shapes, infos: Mapping[str, ArrayInfo], mesh: Mesh
+    projection: Projection, table: Mapping[str, Any], infos: Mapping[str, ArrayInfo], mesh: Mesh
 ) -> tuple[Callable[..., Array], Form]:
-    return _cached_packer(projection, shapes, tuple(partition(infos[name].axes) for name in projection.names), mesh)
+    """The program that packs a projection's arrays as they lie on the mesh, and what is static of the result."""
+    leaves = tuple((table[name].shape, table[name].dtype) for name in projection.names)
+    return _cached_packer(projection, leaves, tuple(partition(infos[name].axes) for name in projection.names), mesh)
 
 
 @functools.cache
 def _cached_packer(
-    projection: Projection, shapes: Shapes, specs: tuple[PartitionSpec, ...], mesh: Mesh
+    projection: Projection, leaves: _Leaves, specs: tuple[PartitionSpec, ...], mesh: Mesh
 ) -> tuple[Callable[..., Array], Form]:
-    """The program that packs arrays of these shapes, and what is static of the result; layers share it."""
-    spec_of = dict(zip(projection.names, specs, strict=True))
-    local = {
-        name: jax.ShapeDtypeStruct(NamedSharding(mesh, spec_of[name]).shard_shape(shape), dtype)
-        for name, (shape, dtype) in zip(projection.names, shapes, strict=True)
-    }
-    outputs, sizes, result_specs, summed = [], [], [], set()
-    for product in projection.products:
-        x, result, letters = product.axes
-        leaf = local[product.names[0]]
-        axis_of, size_of = (
-            dict(zip(letters, values, strict=True)) for values in (spec_of[product.names[0]], leaf.shape)
-        )
-        x_spec = PartitionSpec(None, None, *(axis_of[letter] for letter in x))
-        num_groups = math.prod(size_of[letter] for letter in x if letter in result)
-        summed |= {axis_of[letter] for letter in product.contracted}
-        for size in product.sizes or (size_of[result[-1]],):
-            sizes.append((*(size_of[letter] for letter in result[:-1]), size))
-            is_gated = len(product.names) == 2
-            outputs.append(
-                Output(width=math.prod(sizes[-1]), dtype=jnp.dtype(product.dtype or leaf.dtype), is_gated=is_gated)
-            )
-            result_specs.append(PartitionSpec(None, None, *(axis_of[letter] for letter in result)))
-    axes = {axis for spec in specs for axis in spec if axis}
-    blocks_spec = PartitionSpec(*axes)
-    axis = next(filter(None, summed), None)
+    """One for all layers of the same shapes."""
+    form = _form(projection, leaves, specs, mesh)
 
     def pack(*arrays: Array) -> Array:
         table = dict(zip(projection.names, arrays, strict=True))
         rows = [row for one in projection.products for row in one.rows(*(table[name] for name in one.names))]
-        return pack_weights(rows, outputs)
+        return pack_weights(rows, form.outputs)
 
-    form = Form(
+    return jax.jit(jax.shard_map(pack, mesh=mesh, in_specs=specs, out_specs=form.blocks_spec, check_vma=False)), form
+
+
+def _form(projection: Projection, leaves: _Leaves, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> Form:
+    outputs, shapes, result_specs, summed_over = [], [], [], set()
+    found = dict(zip(projection.names, zip(leaves, specs, strict=True), strict=True))
+    for product in projection.products:
+        x, result, letters = product.axes
+        (shape, dtype), spec = found[product.names[0]]
+        axis_of = dict(zip(letters, spec, strict=True))
+        size_of = dict(zip(letters, NamedSharding(mesh, spec).shard_shape(shape), strict=True))
+        summed_over |= {axis_of[letter] for letter in product.contracted} - {None}
+        for size in product.sizes or (size_of[result[-1]],):
+            shapes.append((*(size_of[letter] for letter in result[:-1]), size))
+            result_specs.append(PartitionSpec(None, None, *(axis_of[letter] for letter in result)))
+            options = {"dtype": jnp.dtype(product.dtype or dtype), "is_gated": len(product.names) == 2}
+            outputs.append(Output(width=math.prod(shapes[-1]), **options))
+    return Form(
         names=tuple(projection.names),
         outputs=tuple(outputs),
-        shapes=tuple(sizes),
-        num_groups=num_groups,
+        shapes=tuple(shapes),
+        # One product has heads of its own, or all take all of the input.
+        num_groups=math.prod(size_of[letter] for letter in x if letter in result),
         mesh=mesh,
-        x_spec=x_spec,
-        blocks_spec=blocks_spec,
+        x_spec=PartitionSpec(None, None, *(axis_of[letter] for letter in x)),
+        blocks_spec=PartitionSpec(*{axis for spec in specs for axis in spec if axis}),
         result_specs=tuple(result_specs),
-        axis=axis,
+        axis=next(iter(summed_over), None),
     )
-    return jax.jit(jax.shard_map(pack, mesh=mesh, in_specs=specs, out_specs=blocks_spec, check_vma=False)), form

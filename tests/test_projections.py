@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,9 @@ from ddtree_jax import dflash, kimi, projections
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.pallas import skinny_gemm
 from ddtree_jax.projections import Packed, Product, Projection
-from ddtree_jax.sharding import make_mesh, sharding_of
+from ddtree_jax.sharding import ArrayInfo, make_mesh, sharding_of
 
 SLOTS, LENGTH = 16, 7
-MESHES = ("tensor=1", "expert=2,tensor=2")
 MODELS = {"target": kimi, "drafter": dflash}
 
 
@@ -58,7 +58,8 @@ def target_of(arrays: dict, mesh: jax.sharding.Mesh) -> kimi.Kimi:
     return kimi.Kimi(configs()[0], arrays, (0, 1), mesh)
 
 
-def run_target(model: kimi.Kimi, num_tokens: int = 5) -> kimi.TargetOutput:
+def target_call(model: kimi.Kimi, num_tokens: int = 5) -> tuple[Callable, tuple]:
+    """A pass over two sequences, and what it takes."""
     rng = np.random.default_rng(5)
     width = model.config.kv_lora_rank + model.config.qk_rope_head_dim
     cache = [jnp.asarray(rng.normal(size=(2, SLOTS, width)), model.norm_D.dtype) for _ in model.blocks]
@@ -66,10 +67,10 @@ def run_target(model: kimi.Kimi, num_tokens: int = 5) -> kimi.TargetOutput:
     length_B = jnp.asarray([LENGTH, 0], jnp.int32)
     positions_BT = length_B[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
     visible_BTt = jnp.broadcast_to(jnp.tri(num_tokens, dtype=bool), (2, num_tokens, num_tokens))
-    return jax.jit(lambda model, *args: model(*args))(model, token_BT, positions_BT, visible_BTt, length_B, cache)
+    return jax.jit(lambda model, *args: model(*args)), (model, token_BT, positions_BT, visible_BTt, length_B, cache)
 
 
-def run_drafter(model: dflash.DFlash) -> tuple:
+def drafter_call(model: dflash.DFlash) -> tuple[Callable, tuple]:
     """Hidden rows of a block, and rows of the context."""
     rng = np.random.default_rng(6)
     config = model.config
@@ -78,73 +79,68 @@ def run_drafter(model: dflash.DFlash) -> tuple:
     positions_BT = jnp.broadcast_to(LENGTH + jnp.arange(4, dtype=jnp.int32), (2, 4))
     cache = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), model.init_cache(2, SLOTS))
     length_B = jnp.full(2, LENGTH, jnp.int32)
-    return jax.jit(lambda model, *args: (model(embedded_BTD, *args, cache), model.context(features_BTY, positions_BT)))(
-        model, positions_BT, length_B
-    )
+
+    def run(model: dflash.DFlash, positions_BT: jax.Array, length_B: jax.Array) -> tuple:
+        return model(embedded_BTD, positions_BT, length_B, cache), model.context(features_BTY, positions_BT)
+
+    return jax.jit(run), (model, positions_BT, length_B)
+
+
+def call_of(name: str, arrays: dict, mesh: jax.sharding.Mesh, **options) -> tuple[Callable, tuple]:
+    if name == "target":
+        return target_call(kimi.Kimi(configs()[0], arrays, (0, 1), mesh), **options)
+    return drafter_call(dflash.DFlash(configs()[1], arrays, mesh))
 
 
 @functools.cache
 def expected(name: str) -> list[np.ndarray]:
     """From natural arrays, on one device."""
-    mesh = make_mesh(None)
-    arrays = place(name, mesh)
-    outputs = run_target(target_of(arrays, mesh)) if name == "target" else run_drafter(drafter_of(arrays, mesh))
-    return list(map(np.asarray, jax.tree.leaves(outputs)))
+    run, args = call_of(name, place(name, make_mesh(None)), make_mesh(None))
+    return list(map(np.asarray, jax.tree.leaves(run(*args))))
 
 
-def drafter_of(arrays: dict, mesh: jax.sharding.Mesh) -> dflash.DFlash:
-    return dflash.DFlash(configs()[1], arrays, mesh)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_weights_give_what_natural_ones_give(monkeypatch, name, mesh):
-    """In float32, where both forms are plain JAX: hidden states, features, cache rows, chosen experts."""
-    mesh = make_mesh(mesh)
+def test_packed_weights_give_what_natural_ones_give(monkeypatch, name):
+    """In float32, where both forms are plain JAX: hidden states, features, cache rows, chosen experts.
+
+    A mesh sums once behind attention and once behind the experts, and gathers the drafter's context alone.
+    """
+    mesh = make_mesh("expert=2,tensor=2")
     arrays = place(name, mesh)
     pack(name, arrays, mesh, monkeypatch)
-    names = {leaf for table in arrays.values() for leaf in table}
-    replaced = {
-        n for table in arrays.values() for leaf in table.values() if isinstance(leaf, Packed) for n in leaf.form.names
-    }
-    assert len(replaced) >= 8 and not replaced & names, "natural arrays are given up"
-    outputs = run_target(target_of(arrays, mesh)) if name == "target" else run_drafter(drafter_of(arrays, mesh))
-    for found, exact in zip(jax.tree.leaves(outputs), expected(name), strict=True):
+    leaves = {leaf: array for table in arrays.values() for leaf, array in table.items()}
+    replaced = {name for leaf in leaves.values() if isinstance(leaf, Packed) for name in leaf.form.names}
+    assert len(replaced) >= 8 and not replaced & leaves.keys(), "natural arrays are given up"
+    run, args = call_of(name, arrays, mesh)
+    with monkeypatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        compiled = run.lower(*args).compile()
+    for found, exact in zip(jax.tree.leaves(compiled(*args)), expected(name), strict=True):
         assert np.abs(exact).max() > 0.1
         np.testing.assert_allclose(found, exact, rtol=0, atol=2e-5 * np.abs(exact).max())
+    kinds = re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", compiled.as_text())
+    sums = {"target": 1 + 2 * 2, "drafter": 2}
+    assert sorted(kinds) == ["all-gather"] * (name == "drafter") + ["all-reduce"] * sums[name]
 
 
-def test_a_mesh_sums_once_behind_attention_and_once_behind_experts(monkeypatch):
-    mesh = make_mesh("expert=2,tensor=2")
-    arrays = place("target", mesh)
-    pack("target", arrays, mesh, monkeypatch)
-    model = target_of(arrays, mesh)
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    text = jax.jit(run_target).lower(model).compile().as_text()
-    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1 + 2 * len(model.blocks)
-    assert not re.findall(r" (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("name", "mesh"), [("target", "expert=2,tensor=2"), ("drafter", "tensor=1")])
 def test_kernels_are_taken_for_few_tokens(monkeypatch, name, mesh):
-    """One a projection, as lowered for a Hopper GPU; more tokens than two turns have are multiplied by unpacked weights."""
+    """One a projection, as lowered for a Hopper GPU; many tokens are multiplied by unpacked weights."""
     mesh = make_mesh(mesh)
     arrays = place(name, mesh, jnp.bfloat16)
     MODELS[name].pack_projections(arrays, configs()[name == "drafter"], mesh)
     num_packed = sum(isinstance(leaf, Packed) for table in arrays.values() for leaf in table.values())
+    assert num_packed == {"target": 2 * 5 + 2 + 2, "drafter": 2 + 4}[name]
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
-    def count(run, model) -> int:
-        text = jax.jit(run).trace(model).lower(lowering_platforms=("cuda",)).as_text()
+    def count(**options) -> int:
+        run, args = call_of(name, arrays, mesh, **options)
+        text = run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
         # A function for each shape, called by every layer.
         return len(re.findall(r"call @_?skinny_gemm\w*\(", text)) if "skinny_gemm_mosaic_gpu" in text else 0
 
-    if name == "drafter":
-        assert num_packed == 2 + 4 and count(run_drafter, drafter_of(arrays, mesh)) == num_packed
-        return
-    assert num_packed == 2 * 5 + 2 + 2 and count(run_target, target_of(arrays, mesh)) == num_packed
-    assert count(functools.partial(run_target, num_tokens=65), target_of(arrays, mesh)) == 0
+    assert count() == num_packed
+    assert name == "drafter" or count(num_tokens=65) == 0
 
 
 def test_what_the_kernel_does_not_take_stays_natural(monkeypatch):
@@ -189,20 +185,15 @@ def test_rows_are_those_of_the_equation():
     assert float32(x.astype(jnp.bfloat16), draw(4, 7).astype(jnp.bfloat16))[0].dtype == jnp.float32
 
 
-def test_unpacking_needs_no_second_copy_of_the_weights():
-    """What is packed is a permutation of what was natural, up to rows that fill a tile."""
+def test_outputs_begin_with_tiles_of_their_own():
     mesh = make_mesh(None)
     projection = Projection("two", (Product("BTD,DA->BTA", ("a",)), Product("BTD,DW->BTW", ("b",))))
     rng = np.random.default_rng(2)
     table = {name: jnp.asarray(rng.normal(size=(128, width)), jnp.float32) for name, width in (("a", 64), ("b", 72))}
-    infos = {name: sharding_info(array.shape) for name, array in table.items()}
+    infos = {name: ArrayInfo(array.shape, (None, None)) for name, array in table.items()}
     arrays = {"layer": dict(table)}
     projections.pack_all(arrays, {"layer": infos}, {"layer": [projection]}, mesh)
     packed = arrays["layer"]["two"]
     assert packed.blocks.shape == (3, 2, 64, 64)
     for rows, array in zip(skinny_gemm.unpack_weights(packed.blocks, packed.form.outputs), table.values(), strict=True):
         np.testing.assert_array_equal(rows, array.T)
-
-
-def sharding_info(shape: tuple[int, ...]):
-    return projections.ArrayInfo(shape, (None,) * len(shape))
