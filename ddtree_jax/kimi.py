@@ -396,8 +396,8 @@ class Block(Layer):
 class Kimi(Layer):
     """The target. ``capture`` names the layers whose outputs, concatenated, are the drafter's features.
 
-    ``mesh`` is where the arrays lie, if that is a mesh. ``has_kernels`` lets attention take the kernel; experts take it if
-    their arrays are the kernel's blocks (`pack_experts`).
+    ``mesh`` is where the arrays lie, if that is a mesh. ``has_kernels`` lets attention take the kernel; experts and
+    projections take theirs if their arrays are the kernels' blocks (`pack_experts`, `pack_projections`).
     """
 
     def __init__(
