@@ -6,6 +6,7 @@ never pass through the drafter's layers; the block's own keys and values live fo
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import DFlashConfig
-from ddtree_jax.layers import Layer, gain, gated_mlp, rms_norm, rotate
+from ddtree_jax.layers import MLP_PROJECTIONS, Layer, gain, rms_norm, rotate, run_mlp
+from ddtree_jax.projections import Product, Projection, named, pack_if_taken
 from ddtree_jax.sharding import ArrayInfo, Parameters, partition
 
 KeyValue = tuple[Array, Array]
@@ -22,6 +24,8 @@ KeyValue = tuple[Array, Array]
 
 CACHE_AXES = (None, None, "kv_heads", None)
 """Logical axes of cached keys and values."""
+
+_TOGETHER_AXES = (None, None, "kv_heads", None)
 
 
 class Block(Layer):
@@ -49,19 +53,31 @@ class Block(Layer):
             "down_FD": ArrayInfo((F, D), ("width", None)),
         }
 
-    def key_value(self, x_BTD: Float[Array, "B T D"], positions_BT: Int32[Array, "B T"]) -> KeyValue:
-        key_BTJR = self.finish_key(jnp.einsum("BTD,DJR->BTJR", x_BTD, self.k_DJR[...]), positions_BT)
-        return key_BTJR, jnp.einsum("BTD,DJR->BTJR", x_BTD, self.v_DJR[...])
+    @staticmethod
+    def projections(config: DFlashConfig) -> dict[str, Projection]:
+        products = (
+            Product("BTD,DJQR->BTJQR", ("q_DJQR",)),
+            *(Product("BTD,DJR->BTJR", (n,)) for n in ("k_DJR", "v_DJR")),
+        )
+        output = Product("BTJQR,JQRD->BTD", ("o_JQRD",))
+        return named(Projection("qkv", products), Projection("o", (output,))) | MLP_PROJECTIONS
+
+    def query_key_value(
+        self, x_BTD: Float[Array, "B T D"], positions_BT: Int32[Array, "B T"]
+    ) -> tuple[Float[Array, "B T J Q R"], Float[Array, "B T J R"], Float[Array, "B T J R"]]:
+        """Of a block's rows, queries and keys rotated."""
+        q_BTJQR, key_BTJR, value_BTJR = self.multiply("qkv", x_BTD)
+        return self.finish_query(q_BTJQR, positions_BT), self.finish_key(key_BTJR, positions_BT), value_BTJR
 
     def finish_key(self, key_BTJR: Float[Array, "B T J R"], positions_BT: Int32[Array, "B T"]) -> Array:
         """Norm and rotation of projected keys."""
         return self._rotate(rms_norm(key_BTJR, self.k_norm_R[...], self.config.rms_norm_eps), positions_BT)
 
-    def query(self, x_BTD: Float[Array, "B T D"], positions_BT: Int32[Array, "B T"]) -> Float[Array, "B T J Q R"]:
+    def finish_query(self, q_BTJQR: Float[Array, "B T J Q R"], positions_BT: Int32[Array, "B T"]) -> Array:
+        """The same of queries."""
         config = self.config
-        q_BTJQR = jnp.einsum("BTD,DJQR->BTJQR", x_BTD, self.q_DJQR[...])
         q_BTJQR = rms_norm(q_BTJQR, self.q_norm_R[...], config.rms_norm_eps)
-        heads_BTHR = q_BTJQR.reshape(*x_BTD.shape[:2], config.num_attention_heads, config.head_dim)
+        heads_BTHR = q_BTJQR.reshape(*q_BTJQR.shape[:2], config.num_attention_heads, config.head_dim)
         return self._rotate(heads_BTHR, positions_BT).reshape(q_BTJQR.shape)
 
     def _rotate(self, x_BTJR: Array, positions_BT: Array) -> Array:
@@ -90,8 +106,7 @@ class Block(Layer):
 
     def attend(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: KeyValue) -> Array:
         config = self.config
-        q_BTJQR = self.query(x_BTD, positions_BT)
-        key_BTJR, value_BTJR = self.key_value(x_BTD, positions_BT)
+        q_BTJQR, key_BTJR, value_BTJR = self.query_key_value(x_BTD, positions_BT)
         num_slots = cache[0].shape[1]
         context_BTS, block_BTt = self._visible(positions_BT, length_B, num_slots)
 
@@ -107,14 +122,15 @@ class Block(Layer):
         weight_BJQTS, weight_BJQTt = ((part / total_BJQT1).astype(x_BTD.dtype) for part in (weight_BJQTS, weight_BJQTt))
         attended_BTJQR = jnp.einsum("BJQTS,BSJR->BTJQR", weight_BJQTS, cache[1])
         attended_BTJQR += jnp.einsum("BJQTt,BtJR->BTJQR", weight_BJQTt, value_BTJR)
-        return jnp.einsum("BTJQR,JQRD->BTD", attended_BTJQR, self.o_JQRD[...])
+        (y_BTD,) = self.multiply("o", attended_BTJQR)
+        return y_BTD
 
     def __call__(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: KeyValue) -> Array:
         eps = self.config.rms_norm_eps
         normed_BTD = rms_norm(x_BTD, self.input_norm_D[...], eps)
         x_BTD = x_BTD + self.attend(normed_BTD, positions_BT, length_B, cache)
         normed_BTD = rms_norm(x_BTD, self.post_attention_norm_D[...], eps)
-        return x_BTD + gated_mlp(normed_BTD, self.gate_DF[...], self.up_DF[...], self.down_FD[...])
+        return x_BTD + run_mlp(self, normed_BTD)
 
 
 class DFlash(Layer):
@@ -129,28 +145,36 @@ class DFlash(Layer):
     def __init__(self, config: DFlashConfig, arrays: Mapping[str, Mapping[str, Array]], mesh: Mesh | None = None):
         super().__init__(config, {**arrays["context"], **arrays["head"]})
         self.mesh = mesh
-        layers = [arrays[f"layer_{layer}"] for layer in range(config.num_hidden_layers)]
-        self.blocks = nnx.List(self.block_type(config, layer, table) for layer, table in enumerate(layers))
-        parts = [table[name] for name in ("k_DJR", "v_DJR") for table in layers]
-        place = None if mesh is None else NamedSharding(mesh, partition((None, None, "kv_heads", None)))
-        self.key_value_DmJR = nnx.Param(_side_by_side(parts, place=place))
+        self.blocks = nnx.List(
+            self.block_type(config, layer, arrays[f"layer_{layer}"]) for layer in range(config.num_hidden_layers)
+        )
+        if "context_kv" not in self.packed:
+            self.key_value_DmJR = nnx.Param(_keys_and_values(arrays, config, mesh))
 
     @staticmethod
     def parameters(config: DFlashConfig) -> dict[str, ArrayInfo]:
         D, Y = config.hidden_size, config.hidden_size * len(config.target_layer_ids)
         return {"fc_YD": ArrayInfo((Y, D), (None, "width")), "hidden_norm_D": gain(D), "norm_D": gain(D)}
 
+    @staticmethod
+    def projections(config: DFlashConfig) -> dict[str, Projection]:
+        return named(
+            Projection("fc", (Product("BTY,YD->BTD", ("fc_YD",)),)),
+            Projection("context_kv", (Product("BTD,DmJR->BTmJR", ("key_value_DmJR",)),)),
+        )
+
     def init_cache(self, batch: int, num_slots: int) -> list[KeyValue]:
         """An empty context cache: keys and values [B, S, J, R] a layer, in the compute dtype."""
         shape = (batch, num_slots, self.config.num_key_value_heads, self.config.head_dim)
-        dtype = self.fc_YD[...].dtype
+        dtype = self.norm_D[...].dtype
         return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in self.blocks]
 
     def context(self, features_BTY: Float[Array, "B T Y"], positions_BT: Int32[Array, "B T"]) -> list[KeyValue]:
         """Cache rows of T committed tokens, from the target's features of them."""
         context_BTD = self.project(features_BTY)
         context_BTD = rms_norm(context_BTD, self.hidden_norm_D[...], self.config.rms_norm_eps)
-        rows_mBTJR = jnp.moveaxis(jnp.einsum("BTD,DmJR->BTmJR", context_BTD, self.key_value_DmJR[...]), 2, 0)
+        (rows_BTmJR,) = self.multiply("context_kv", context_BTD)
+        rows_mBTJR = jnp.moveaxis(rows_BTmJR, 2, 0)
         keys, values = rows_mBTJR[: len(self.blocks)], rows_mBTJR[len(self.blocks) :]
         return [
             (block.finish_key(key_BTJR, positions_BT), value_BTJR)
@@ -159,7 +183,7 @@ class DFlash(Layer):
 
     def project(self, features_BTY: Float[Array, "B T Y"]) -> Float[Array, "B T D"]:
         """What all layers' keys and values of the context are made from, whole on every device."""
-        context_BTD = jnp.einsum("BTY,YD->BTD", features_BTY, self.fc_YD[...])
+        (context_BTD,) = self.multiply("fc", features_BTY)
         if self.mesh is not None:
             # Gathered here, once: left to itself, XLA sums norms, keys and values of parts, or gathers the weight.
             for axes in ((None, None, "width"), (None, None, None)):
@@ -185,6 +209,24 @@ class DFlash(Layer):
         return rms_norm(x_BTD, self.norm_D[...], self.config.rms_norm_eps)
 
 
+def pack_projections(arrays: dict[str, dict[str, Any]], config: DFlashConfig, mesh: Mesh) -> None:
+    """Replaces the weights of all projections by packed ones, if `skinny_gemm`'s kernel takes them all on this device."""
+    J, R = config.num_key_value_heads, config.head_dim
+    together = ArrayInfo((config.hidden_size, 2 * config.num_hidden_layers, J, R), _TOGETHER_AXES)
+    infos = parameters(config)
+    infos["context"]["key_value_DmJR"] = together
+    arrays["context"]["key_value_DmJR"] = _keys_and_values(arrays, config, mesh)
+    pack_if_taken(arrays, infos, projections(config), mesh)
+    arrays["context"].pop("key_value_DmJR", None)
+
+
+def _keys_and_values(arrays: Mapping[str, Mapping[str, Array]], config: DFlashConfig, mesh: Mesh | None) -> Array:
+    """Weights [D, m, J, R] of the keys of all layers, then of their values."""
+    layers = [arrays[f"layer_{layer}"] for layer in range(config.num_hidden_layers)]
+    place = None if mesh is None else NamedSharding(mesh, partition(_TOGETHER_AXES))
+    return _side_by_side([table[name] for name in ("k_DJR", "v_DJR") for table in layers], place=place)
+
+
 @functools.partial(jax.jit, static_argnames="place")
 def _side_by_side(parts: list[Array], place: NamedSharding | None) -> Float[Array, "D m J R"]:
     """m arrays [D, J, R] as one, by one program: nothing lies anywhere else in between."""
@@ -200,3 +242,9 @@ def parameters(config: DFlashConfig) -> Parameters:
         tree[f"layer_{layer}"] = Block.parameters(config)
     tree["head"] = {"norm_D": whole["norm_D"]}
     return tree
+
+
+def projections(config: DFlashConfig) -> dict[str, list[Projection]]:
+    """Every projection of the drafter whose weights may be packed, by part."""
+    layers = {f"layer_{layer}": list(Block.projections(config).values()) for layer in range(config.num_hidden_layers)}
+    return {"context": list(DFlash.projections(config).values())} | layers

@@ -107,7 +107,8 @@ class Engine:
           prefix_cache: whether the caches of a batch are kept until the next one, whose prompts skip what they have in
             common with a sequence of it. In bfloat16 its rows may differ from those of a prefill by rounding.
           kernels: whether attention and experts are computed by GPU kernels (True) or in plain JAX (False). None takes the
-            kernels where they run: on a GPU, in bfloat16, with shapes that they take. Kernels for trees, draws and committed
+            kernels where they run: on a GPU, in bfloat16, with shapes that they take. With them, small projections of few
+            tokens take theirs on a Hopper GPU. Kernels for trees, draws and committed
             rows give what plain JAX gives, and are taken wherever they run, unless this is False.
           drafter_rope_amplitude: factor on the drafter's cos and sin, instead of what its config gives; some published
             drafters want 0.1 ln(factor) + 1.
@@ -136,10 +137,13 @@ class Engine:
         arrays = checkpoint.load(target, parameters, device_mesh, DTYPES[dtype], as_blocks=has_kernels)
         if has_kernels:
             kimi.pack_experts(arrays, device_mesh)
+            kimi.pack_projections(arrays, target_config, device_mesh)
         capture = drafter_config.target_layer_ids if drafter_config else ()
         drafter_model = None
         if drafter_config:
             drafter_arrays = checkpoint.load(drafter, dflash.parameters(drafter_config), device_mesh, DTYPES[dtype])
+            if has_kernels:
+                dflash.pack_projections(drafter_arrays, drafter_config, device_mesh)
             drafter_model = dflash.DFlash(drafter_config, drafter_arrays, device_mesh)
         return cls(
             kimi.Kimi(target_config, arrays, capture, device_mesh, has_kernels),

@@ -6,7 +6,7 @@ writes: whoever calls decides which rows are kept.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import INT4_GROUP_SIZE, KimiConfig
-from ddtree_jax.layers import Layer, gain, gated_mlp, rms_norm, rotate
+from ddtree_jax.layers import MLP_PROJECTIONS, Layer, gain, gated_mlp, rms_norm, rotate, run_mlp
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, choose_config, int4_moe
 from ddtree_jax.pallas.int4_moe import pack_experts as pack_shard
 from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
+from ddtree_jax.projections import Packed, Product, Projection, named, pack_if_taken
 from ddtree_jax.quant import NIBBLES
 from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, partition, sharding_of
 
@@ -77,6 +78,17 @@ class Attention(Layer):
             "o_HUD": ArrayInfo((H, U, D), ("heads", None, None)),
         }
 
+    @staticmethod
+    def projections(config: KimiConfig) -> dict[str, Projection]:
+        query_sizes = config.qk_nope_head_dim, config.qk_rope_head_dim
+        return named(
+            Projection("qkv_a", (Product("BTD,DA->BTA", ("q_a_DA",)), Product("BTD,DW->BTW", ("kv_a_DW",)))),
+            Projection("q_b", (Product("BTA,AHO->BTHO", ("q_b_AHO",), query_sizes),)),
+            Projection("key_up", (Product("BTHP,HPC->BTHC", ("key_up_HPC",)),)),
+            Projection("value_up", (Product("BTHC,HUC->BTHU", ("value_up_HUC",)),)),
+            Projection("o", (Product("BTHU,HUD->BTD", ("o_HUD",)),)),
+        )
+
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
@@ -86,13 +98,12 @@ class Attention(Layer):
         cache_BSW: Float[Array, "B S W"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T W"]]:
         config = self.config
-        q_BTA = rms_norm(jnp.einsum("BTD,DA->BTA", x_BTD, self.q_a_DA[...]), self.q_norm_A[...], config.latent_norm_eps)
-        q_BTHO = jnp.einsum("BTA,AHO->BTHO", q_BTA, self.q_b_AHO[...])
-        q_BTHP, q_BTHR = jnp.split(q_BTHO, [config.qk_nope_head_dim], axis=-1)
-        q_BTHC = jnp.einsum("BTHP,HPC->BTHC", q_BTHP, self.key_up_HPC[...])
+        q_BTA, kv_BTW = self.multiply("qkv_a", x_BTD)
+        q_BTA = rms_norm(q_BTA, self.q_norm_A[...], config.latent_norm_eps)
+        q_BTHP, q_BTHR = self.multiply("q_b", q_BTA)
+        (q_BTHC,) = self.multiply("key_up", q_BTHP)
         q_BTHR = rotate(q_BTHR, positions_BT, config.rope, interleaved=True, amplitude=config.rope.amplitude)
 
-        kv_BTW = jnp.einsum("BTD,DW->BTW", x_BTD, self.kv_a_DW[...])
         latent_BTC, key_BTR = jnp.split(kv_BTW, [config.kv_lora_rank], axis=-1)
         latent_BTC = rms_norm(latent_BTC, self.kv_norm_C[...], config.latent_norm_eps)
         key_BT1R = rotate(
@@ -102,8 +113,9 @@ class Attention(Layer):
 
         query_BTHW = jnp.concatenate([q_BTHC, q_BTHR], axis=-1)
         attended_BTHC = self._attend(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt)
-        value_BTHU = jnp.einsum("BTHC,HUC->BTHU", attended_BTHC, self.value_up_HUC[...])
-        return jnp.einsum("BTHU,HUD->BTD", value_BTHU, self.o_HUD[...]), rows_BTW
+        (value_BTHU,) = self.multiply("value_up", attended_BTHC)
+        (y_BTD,) = self.multiply("o", value_BTHU)
+        return y_BTD, rows_BTW
 
     def _attend(self, *arrays: Array) -> Float[Array, "B T H C"]:
         config = self.config
@@ -124,7 +136,11 @@ def _with_own_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable
 
 
 class Router(Layer):
-    """Sigmoid scores in float32; the bias takes part in the choice alone, never in the weights."""
+    """Sigmoid scores in float32; the bias takes part in the choice alone, never in the weights.
+
+    Where its weight is packed, logits come from bfloat16 operands and float32 sums: products of bfloat16 numbers are exact in
+    float32, so that they are those of operands converted before.
+    """
 
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
@@ -134,12 +150,25 @@ class Router(Layer):
         }
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
-        logits_TE = jnp.einsum("TD,ED->TE", x_TD.astype(jnp.float32), self.router_ED[...].astype(jnp.float32))
+        return self.choose(jnp.einsum("TD,ED->TE", x_TD.astype(jnp.float32), self.router_ED[...].astype(jnp.float32)))
+
+    def choose(self, logits_TE: Float[Array, "T E"]) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
         score_TE = jax.nn.sigmoid(logits_TE)
         _, expert_TX = jax.lax.top_k(score_TE + self.router_bias_E[...][None], self.config.num_experts_per_tok)
         weight_TX = jnp.take_along_axis(score_TE, expert_TX, axis=1)
         weight_TX = weight_TX / (jnp.sum(weight_TX, axis=1, keepdims=True) + 1e-20)
         return expert_TX, weight_TX * self.config.routed_scaling_factor
+
+
+class SharedHidden(NamedTuple):
+    """What the shared expert has behind gate and up, and down's weight, packed."""
+
+    hidden_BTF: Float[Array, "B T F"]
+    down: Packed
+
+
+SharedWeights = tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]]
+"""Gate, up and down of the shared expert."""
 
 
 class Experts(Layer):
@@ -173,17 +202,20 @@ class Experts(Layer):
         x_TD: Float[Array, "T D"],
         expert_TX: Int32[Array, "T X"],
         weight_TX: Float[Array, "T X"],
-        shared: tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]],
+        shared: SharedWeights | SharedHidden,
     ) -> Float[Array, "T D"]:
-        """The weighted sum of each token's experts, plus that of ``shared``: gate, up and down of the shared expert."""
+        """The weighted sum of each token's experts, plus the shared expert."""
         experts = self.form(*(getattr(self, name)[...] for name in self.form._fields))
         if self.mesh is None:
-            return _int4_moe(x_TD, expert_TX, weight_TX, experts) + gated_mlp(x_TD[None], *shared)[0]
+            return _int4_moe(x_TD, expert_TX, weight_TX, experts) + _run_shared(x_TD, shared)
         whole = PartitionSpec()
+        shared_specs = SHARED_SPECS
+        if isinstance(shared, SharedHidden):
+            shared_specs = SharedHidden(shared.down.form.x_spec, shared.down.form.blocks_spec)
         run = jax.shard_map(
             _run_shard,
             mesh=self.mesh,
-            in_specs=(whole, whole, whole, EXPERT_SPECS[self.form], SHARED_SPECS),
+            in_specs=(whole, whole, whole, EXPERT_SPECS[self.form], shared_specs),
             out_specs=whole,
             check_vma=False,
         )
@@ -195,7 +227,7 @@ def _run_shard(
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
     experts: ExpertWeights | ExpertBlocks,
-    shared: tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]],
+    shared: SharedWeights | SharedHidden,
 ) -> Float[Array, "T D"]:
     """The sum over all shards of what their experts, or their part of every expert, contribute, by one all-reduce.
 
@@ -203,9 +235,18 @@ def _run_shard(
     """
     number = jax.lax.axis_index(RULES["experts"])
     routed_TD = _int4_moe(x_TD, expert_TX - number * experts[0].shape[0], weight_TX, experts)
-    shared_TD = jnp.where(number == 0, gated_mlp(x_TD[None], *shared)[0], 0)
+    shared_TD = jnp.where(number == 0, _run_shared(x_TD, shared), 0)
     y_TD = routed_TD.astype(jnp.float32) + shared_TD.astype(jnp.float32)
     return jax.lax.psum(y_TD, MESH_AXES).astype(x_TD.dtype)
+
+
+def _run_shared(x_TD: Float[Array, "T D"], shared: SharedWeights | SharedHidden) -> Float[Array, "T D"]:
+    """A shard's part of the shared expert."""
+    with jax.named_scope("shared"):
+        if isinstance(shared, SharedHidden):
+            (y_BTD,) = shared.down.multiply(shared.hidden_BTF)
+            return y_BTD.reshape(x_TD.shape)
+        return gated_mlp(x_TD[None], *shared)[0]
 
 
 def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> None:
@@ -215,6 +256,11 @@ def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> None:
     for table in arrays.values():
         if ExpertWeights._fields[0] in table:
             table |= pack(ExpertWeights(*(table.pop(name) for name in ExpertWeights._fields)))._asdict()
+
+
+def pack_projections(arrays: dict[str, dict[str, Any]], config: KimiConfig, mesh: Mesh) -> None:
+    """Replaces the weights of all projections by packed ones, if `skinny_gemm`'s kernel takes them all on this device."""
+    pack_if_taken(arrays, parameters(config), projections(config), mesh)
 
 
 def check_kernels(config: KimiConfig, mesh: Mesh) -> None:
@@ -246,8 +292,12 @@ class DenseMLP(Layer):
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
         return _mlp_parameters("", config.hidden_size, config.intermediate_size)
 
+    @staticmethod
+    def projections(config: KimiConfig) -> dict[str, Projection]:
+        return MLP_PROJECTIONS
+
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return gated_mlp(x_BTD, self.gate_DF[...], self.up_DF[...], self.down_FD[...])
+        return run_mlp(self, x_BTD)
 
 
 class SharedExpert(Layer):
@@ -261,8 +311,11 @@ class SharedExpert(Layer):
         width = config.moe_intermediate_size * config.n_shared_experts
         return _mlp_parameters("shared_", config.hidden_size, width)
 
-    def weights(self) -> tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]]:
-        """Gate, up and down."""
+    @staticmethod
+    def projections(config: KimiConfig) -> dict[str, Projection]:
+        return named(Projection("shared_down", (Product("BTF,FD->BTD", ("shared_down_FD",)),)))
+
+    def weights(self) -> SharedWeights:
         return self.shared_gate_DF[...], self.shared_up_DF[...], self.shared_down_FD[...]
 
 
@@ -275,7 +328,10 @@ def _mlp_parameters(prefix: str, D: int, F: int) -> dict[str, ArrayInfo]:
 
 
 class Block(Layer):
-    """One decoder layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))`` or the mixture of experts."""
+    """One decoder layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))`` or the mixture of experts.
+
+    If weights are packed, the router's logits and the shared expert's gate and up are one launch.
+    """
 
     def __init__(
         self, config: KimiConfig, layer: int, arrays: Mapping[str, Array], mesh: Mesh | None, has_kernels: bool
@@ -294,6 +350,12 @@ class Block(Layer):
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
         return {"input_norm_D": gain(config.hidden_size), "post_attention_norm_D": gain(config.hidden_size)}
 
+    @staticmethod
+    def projections(config: KimiConfig) -> dict[str, Projection]:
+        """Of layers that have experts."""
+        logits = Product("BTD,ED->BTE", ("router_ED",), dtype=jnp.float32)
+        return named(Projection("router_shared", (logits, Product("BTD,DF->BTF", ("shared_gate_DF", "shared_up_DF")))))
+
     def feed_forward(
         self, x_BTD: Float[Array, "B T D"], is_token_BT: Bool[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], list[Array]]:
@@ -301,9 +363,15 @@ class Block(Layer):
         if self.is_dense:
             return self.mlp(x_BTD), []
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        expert_TX, weight_TX = self.router(x_TD)
+        if self.packed:
+            logits_BTE, hidden_BTF = self.multiply("router_shared", x_BTD)
+            expert_TX, weight_TX = self.router.choose(logits_BTE.reshape(x_TD.shape[0], -1))
+            shared = SharedHidden(hidden_BTF, self.shared.packed["shared_down"])
+        else:
+            expert_TX, weight_TX = self.router(x_TD)
+            shared = self.shared.weights()
         expert_TX = jnp.where(is_token_BT.reshape(-1, 1), expert_TX, -1)
-        y_TD = self.experts(x_TD, expert_TX, weight_TX, self.shared.weights())
+        y_TD = self.experts(x_TD, expert_TX, weight_TX, shared)
         return y_TD.reshape(x_BTD.shape), [expert_TX]
 
     def __call__(
@@ -328,8 +396,8 @@ class Block(Layer):
 class Kimi(Layer):
     """The target. ``capture`` names the layers whose outputs, concatenated, are the drafter's features.
 
-    ``mesh`` is where the arrays lie, if that is a mesh. ``has_kernels`` lets attention take the kernel; experts take it if
-    their arrays are the kernel's blocks (`pack_experts`).
+    ``mesh`` is where the arrays lie, if that is a mesh. ``has_kernels`` lets attention take the kernel; experts and
+    projections take theirs if their arrays are the kernels' blocks (`pack_experts`, `pack_projections`).
     """
 
     def __init__(
@@ -423,4 +491,13 @@ def parameters(config: KimiConfig) -> Parameters:
         modules = (Block, Attention, *feed_forward)
         tree[f"layer_{layer}"] = {name: info for module in modules for name, info in module.parameters(config).items()}
     tree["head"] = {name: whole[name] for name in ("norm_D", "unembedding_VD")}
+    return tree
+
+
+def projections(config: KimiConfig) -> dict[str, list[Projection]]:
+    """Every projection of the target whose weights may be packed, by part."""
+    tree = {}
+    for layer in range(config.num_hidden_layers):
+        modules = (Attention, DenseMLP) if config.is_dense(layer) else (Attention, Block, SharedExpert)
+        tree[f"layer_{layer}"] = [one for module in modules for one in module.projections(config).values()]
     return tree

@@ -1,4 +1,4 @@
-"""What the target and the drafter have in common: parameter binding, RMSNorm, rotary positions, the gated MLP."""
+"""What the target and the drafter have in common: parameter binding, products, RMSNorm, rotary positions, the gated MLP."""
 
 import math
 from collections.abc import Mapping
@@ -11,20 +11,40 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from ddtree_jax.config import RopeConfig
+from ddtree_jax.projections import Packed, Product, Projection, named
 from ddtree_jax.sharding import ArrayInfo
 
 
 class Layer(nnx.Module):
-    """A module whose parameters are the entries of ``parameters(config)``, taken by name out of a table of arrays."""
+    """A module whose parameters are the entries of ``parameters(config)``, taken by name out of a table of arrays.
 
-    def __init__(self, config: Any, arrays: Mapping[str, Array]):
+    Those that the table has packed are held by their projections' names instead.
+    """
+
+    def __init__(self, config: Any, arrays: Mapping[str, Any]):
         self.config = config
+        self.packed = nnx.data({name: arrays[name] for name in self.projections(config) if name in arrays})
+        replaced = {name for leaf in arrays.values() if isinstance(leaf, Packed) for name in leaf.form.names}
         for name in self.parameters(config):
-            setattr(self, name, nnx.Param(arrays[name]))
+            if name not in replaced:
+                setattr(self, name, nnx.Param(arrays[name]))
 
     @staticmethod
     def parameters(config: Any) -> dict[str, ArrayInfo]:
         raise NotImplementedError
+
+    @staticmethod
+    def projections(config: Any) -> dict[str, Projection]:
+        """Products with weights that may be packed, by name."""
+        return {}
+
+    def multiply(self, name: str, x: Float[Array, "B T *rest"]) -> list[Array]:
+        """The results of a projection, from packed weights or from natural arrays."""
+        with jax.named_scope(name):
+            if name in self.packed:
+                return self.packed[name](x)
+            projection = self.projections(self.config)[name]
+            return projection(x, {name: getattr(self, name)[...] for name in projection.names})
 
 
 def gain(size: int) -> ArrayInfo:
@@ -48,6 +68,19 @@ def gated_mlp(
     gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, gate_DF)
     up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, up_DF)
     return jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, down_FD)
+
+
+MLP_PROJECTIONS = named(
+    Projection("gate_up", (Product("BTD,DF->BTF", ("gate_DF", "up_DF")),)),
+    Projection("down", (Product("BTF,FD->BTD", ("down_FD",)),)),
+)
+
+
+def run_mlp(layer: Layer, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """`gated_mlp` of a layer with `MLP_PROJECTIONS`."""
+    (hidden_BTF,) = layer.multiply("gate_up", x_BTD)
+    (y_BTD,) = layer.multiply("down", hidden_BTF)
+    return y_BTD
 
 
 def rope_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:

@@ -1,8 +1,11 @@
 """The engine over weights that are shapes, on meshes of GPUs that need not be there: a program to compile and to look at."""
 
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ddtree_jax import Engine, dflash, kimi
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.pallas.int4_moe import ExpertBlocks
+from ddtree_jax.projections import Packed
 from ddtree_jax.sharding import Parameters, make_mesh, sharding_of
 from experiments.devices import DEVICES
 
 NUM_DEVICES = 8
 
-ArrayShapes = dict[str, dict[str, jax.ShapeDtypeStruct]]
-"""Shapes with their places, by part and name."""
+ArrayShapes = dict[str, dict[str, Any]]
+"""Shapes with their places, by part and name; packed weights are one with their form."""
 
 
 def mesh_without_devices(text: str, device: str) -> Mesh:
@@ -53,9 +57,8 @@ def abstract_engine(target: KimiConfig, drafter: DFlashConfig, mesh: Mesh, max_l
       NotImplementedError: the kernels do not take these shapes.
     """
     kimi.check_kernels(target, mesh)
-    arrays = abstract_blocks(kimi.parameters(target), mesh)
     return Engine(
-        kimi.Kimi(target, arrays, drafter.target_layer_ids, mesh, True),
+        kimi.Kimi(target, target_shapes(target, kimi.parameters(target), mesh), drafter.target_layer_ids, mesh, True),
         _abstract_drafter(drafter, mesh),
         mesh=mesh,
         max_length=max_length,
@@ -73,20 +76,48 @@ def abstract_arrays(parameters: Parameters, mesh: Mesh) -> ArrayShapes:
     }
 
 
-def abstract_blocks(parameters: Parameters, mesh: Mesh) -> ArrayShapes:
-    """The same of a target, with its experts in the kernel's blocks."""
-    words = abstract_arrays(parameters, mesh)
-    packed = jax.eval_shape(lambda arrays: _packed(arrays, mesh), words)
-    blocks = {name: NamedSharding(mesh, spec) for name, spec in kimi.BLOCK_SPECS._asdict().items()}
+def target_shapes(config: KimiConfig, parameters: Parameters, mesh: Mesh) -> ArrayShapes:
+    """The same of a target that the kernels read: experts in blocks, projections packed if their kernel takes them."""
+
+    def pack(arrays: dict[str, dict[str, jax.Array]]) -> dict[str, dict[str, Any]]:
+        kimi.pack_experts(arrays, mesh)
+        kimi.pack_projections(arrays, config, mesh)
+        return arrays
+
+    return _placed(pack, abstract_arrays(parameters, mesh), mesh)
+
+
+def drafter_shapes(config: DFlashConfig, parameters: Parameters, mesh: Mesh) -> ArrayShapes:
+    """The same of a drafter, projections packed if their kernel takes them."""
+
+    def pack(arrays: dict[str, dict[str, jax.Array]]) -> dict[str, dict[str, Any]]:
+        dflash.pack_projections(arrays, config, mesh)
+        return arrays
+
+    return _placed(pack, abstract_arrays(parameters, mesh), mesh)
+
+
+def _placed(pack: Callable[..., dict[str, dict[str, Any]]], natural: ArrayShapes, mesh: Mesh) -> ArrayShapes:
+    """Shapes of what ``pack`` makes of a model's arrays, in their places."""
+    packed = jax.eval_shape(pack, natural)
+    blocks = kimi.BLOCK_SPECS._asdict()
     for part, table in packed.items():
         for name, leaf in table.items():
-            sharding = blocks[name] if name in ExpertBlocks._fields else words[part][name].sharding
-            table[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            if isinstance(leaf, Packed):
+                sharding = NamedSharding(mesh, leaf.form.blocks_spec)
+            elif name in ExpertBlocks._fields:
+                sharding = NamedSharding(mesh, blocks[name])
+            else:
+                sharding = natural[part][name].sharding
+            place = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+            table[name] = jax.tree.map(lambda leaf, place=place: place(leaf.shape, leaf.dtype), leaf)
     return packed
 
 
 def _abstract_drafter(config: DFlashConfig, mesh: Mesh) -> dflash.DFlash:
-    arrays = abstract_arrays(dflash.parameters(config), mesh)
+    arrays = drafter_shapes(config, dflash.parameters(config), mesh)
+    if any(isinstance(leaf, Packed) for leaf in arrays["context"].values()):
+        return dflash.DFlash(config, arrays, mesh)
     drafter = jax.eval_shape(lambda arrays: dflash.DFlash(config, arrays, mesh), arrays)
     of_name = {name: leaf.sharding for table in arrays.values() for name, leaf in table.items()}
     whole, heads, width = of_name["k_DJR"].spec
@@ -97,8 +128,3 @@ def _abstract_drafter(config: DFlashConfig, mesh: Mesh) -> dflash.DFlash:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(place, drafter)
-
-
-def _packed(arrays: dict[str, dict[str, jax.Array]], mesh: Mesh) -> dict[str, dict[str, jax.Array]]:
-    kimi.pack_experts(arrays, mesh)
-    return arrays

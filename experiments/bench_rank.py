@@ -121,7 +121,7 @@ class Compiled:
         self.lowered = bench.lower(kind, num_nodes)
         self.lower_seconds = time.perf_counter() - begun
         self.program: Program = compile_loop(self.lowered)
-        self.steps: Steps = steps_of(self.program, bench.share.target.first_k_dense_replace)
+        self.steps: Steps = steps_of(self.program)
 
     def describe(self) -> dict[str, Any]:
         """What the program takes, and what its loop copies."""

@@ -23,13 +23,12 @@ COLD_BYTES = 160e6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Projections of one input. ``warpgroups`` is the layout that the loader would choose."""
+    """Projections of one input."""
 
     name: str
     columns: int
     outputs: tuple[Output, ...]
     groups: int = 1
-    warpgroups: int = 1
 
     @property
     def weight_shapes(self) -> list[tuple[int, ...]]:
@@ -77,7 +76,6 @@ CASES = (
     Case(name="shared down", columns=256, outputs=(Output(width=7168),)),
     Case(name="key_up", columns=128, outputs=(Output(width=8 * 512),), groups=8),
     Case(name="value_up", columns=512, outputs=(Output(width=8 * 128),), groups=8),
-    Case(name="lm_head", columns=7168, outputs=(Output(width=20480, dtype=jnp.float32),), warpgroups=2),
     Case(name="dense gate and up", columns=7168, outputs=(Output(width=2304, is_gated=True),)),
     Case(name="dense down", columns=2304, outputs=(Output(width=7168),)),
     Case(
@@ -95,7 +93,7 @@ def draw_tokens(case: Case, nodes: int) -> jax.Array:
 
 
 def natural_layout(case: Case, weights: Sequence[jax.Array]) -> list[jax.Array]:
-    """Weights as the engine holds them, an array a projection: [K, O], of float32 results [O, K], of heads [G, O, K]."""
+    """Weights as a checkpoint has them, an array a projection: [K, O], of float32 results [O, K], of heads [G, O, K]."""
     arrays = []
     for weight, output in zip(weights, case.outputs, strict=True):
         if case.groups > 1:
@@ -108,7 +106,7 @@ def natural_layout(case: Case, weights: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def by_xla(case: Case, x_TK: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-    """What `kimi` computes today: the router from float32 operands, results rounded before they are gated."""
+    """What `kimi` computes of natural arrays: the router from float32 operands, results rounded before they are gated."""
     if case.groups > 1:
         x_TGK = x_TK.reshape(x_TK.shape[0], case.groups, -1)
         return [jnp.einsum("TGK,GOK->TGO", x_TGK, arrays[0]).reshape(x_TK.shape[0], -1)]
@@ -119,8 +117,6 @@ def by_xla(case: Case, x_TK: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
             results.append(jax.nn.silu(gate) * up)
         elif output.dtype != jnp.float32:
             results.append(jnp.einsum("TK,KO->TO", x_TK, waiting.pop(0)))
-        elif case.name == "lm_head":
-            results.append(jnp.einsum("TK,OK->TO", x_TK, waiting.pop(0), preferred_element_type=jnp.float32))
         else:
             results.append(jnp.einsum("TK,OK->TO", x_TK.astype(jnp.float32), waiting.pop(0).astype(jnp.float32)))
     return results
@@ -150,7 +146,7 @@ def our_config(case: Case) -> Config:
 
 def _blocks(case: Case) -> jax.ShapeDtypeStruct:
     weights = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in case.weight_shapes]
-    return jax.eval_shape(functools.partial(pack_weights, outputs=case.outputs, warpgroups=case.warpgroups), weights)
+    return jax.eval_shape(functools.partial(pack_weights, outputs=case.outputs), weights)
 
 
 def our_call(case: Case, config: Config) -> Callable[..., Any]:
@@ -173,7 +169,7 @@ def measure(nodes: list[int], runs: int, cases: Sequence[Case] = CASES) -> Itera
     """Result lines, without where and with what they were measured. ``reference_seconds`` is `by_xla`'s, all kernels."""
     for case in cases:
         weights, config = case.draw(), our_config(case)
-        pack = jax.jit(functools.partial(pack_weights, outputs=case.outputs, warpgroups=case.warpgroups))
+        pack = jax.jit(functools.partial(pack_weights, outputs=case.outputs))
         arrange = jax.jit(functools.partial(natural_layout, case))
         packed, natural = [[pack(copy)] for copy in weights], [arrange(copy) for copy in weights]
         tokens = [draw_tokens(case, count) for count in nodes]
@@ -185,7 +181,7 @@ def measure(nodes: list[int], runs: int, cases: Sequence[Case] = CASES) -> Itera
             seconds, num_bytes = sum(times.values()), case.bytes(count)
             yield {
                 "benchmark": "skinny_gemm",
-                "case": {"projection": case.name, "nodes": count, **_sharing(config), "seed": 0},
+                "case": {"projection": case.name, "nodes": count, "cluster": config.cluster, "seed": 0},
                 "seconds": seconds,
                 "reference_seconds": sum(reference.values()),
                 "ceiling_seconds": num_bytes / BYTES_PER_SECOND,
@@ -195,10 +191,6 @@ def measure(nodes: list[int], runs: int, cases: Sequence[Case] = CASES) -> Itera
                 "runs": runs,
                 "error": error(our_program(x_TK, *packed[0]), float64(case, x_TK, weights[0])),
             }
-
-
-def _sharing(config: Config) -> dict[str, int]:
-    return {"cluster": config.cluster} if config.cluster > 1 else {"blocks": config.num_blocks}
 
 
 def _compile(call: Callable[..., Any], tokens: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[Any]:

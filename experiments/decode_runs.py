@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ddtree_jax import DecodeConfig, Engine, dflash, kimi
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.placement import Placement
-from experiments.abstract_engine import abstract_arrays, abstract_blocks
+from experiments.abstract_engine import drafter_shapes, target_shapes
 from experiments.loop_runs import Caches, Passes, Rounds, describe_state, draw_caches, lower_passes, seconds_each
 from experiments.programs import Program, compile_loop
 from experiments.stage_times import UNKNOWN, Steps, steps_of
@@ -35,8 +35,8 @@ def draw_engine(target: KimiConfig, drafter: DFlashConfig, mesh: Mesh, max_lengt
     """
     kimi.check_kernels(target, mesh)
     parameters, drafter_parameters = kimi.parameters(target), dflash.parameters(drafter)
-    arrays = draw_arrays(abstract_blocks(parameters, mesh), parameters, seed)
-    drafter_arrays = draw_arrays(abstract_arrays(drafter_parameters, mesh), drafter_parameters, seed + 1)
+    arrays = draw_arrays(target_shapes(target, parameters, mesh), parameters, seed)
+    drafter_arrays = draw_arrays(drafter_shapes(drafter, drafter_parameters, mesh), drafter_parameters, seed + 1)
     return Engine(
         kimi.Kimi(target, arrays, drafter.target_layer_ids, mesh, True),
         dflash.DFlash(drafter, drafter_arrays, mesh),
@@ -62,7 +62,7 @@ class Loop:
     @functools.cached_property
     def steps(self) -> Steps:
         """Kernels of a round by stage. Raises RuntimeError where XLA writes no plan."""
-        return steps_of(self.rounds, self.models.target.config.first_k_dense_replace)
+        return steps_of(self.rounds)
 
     def draw_caches(self, seed: int) -> Caches:
         return draw_caches(self.state.target_cache, self.state.drafter_cache, seed)

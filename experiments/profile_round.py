@@ -36,7 +36,13 @@ from experiments.results_file import provenance, write_lines
 
 STAGES = ("draft", "expand", "verify", "accept", "commit")
 # Kernels of our own carry their names, not those of instructions.
-OWN = {"tree_expand": "expand", "sample": "accept", "accept_path": "accept", "commit_rows": "commit"}
+OWN = {
+    "skinny_gemm": "projections",
+    "tree_expand": "expand",
+    "sample": "accept",
+    "accept_path": "accept",
+    "commit_rows": "commit",
+}
 SLICES = 7
 WIDE_LAYERS, TENSOR = 4, 8
 TINY_PAIR = Path(__file__).parent / "tiny_kimi"
@@ -75,7 +81,9 @@ def models_of(target: KimiConfig, drafter: DFlashConfig) -> decode.Models:
     mesh = make_mesh("tensor=1")
     arrays = initialize(kimi.parameters(target), jax.random.key(0), jnp.bfloat16)
     kimi.pack_experts(arrays, mesh)
+    kimi.pack_projections(arrays, target, mesh)
     drafter_arrays = initialize(dflash.parameters(drafter), jax.random.key(1), jnp.bfloat16)
+    dflash.pack_projections(drafter_arrays, drafter, mesh)
     model = kimi.Kimi(target, arrays, drafter.target_layer_ids, mesh, has_kernels=True)
     return decode.Models(model, dflash.DFlash(drafter, drafter_arrays))
 
@@ -107,7 +115,7 @@ def stages_of(program: str) -> dict[str, str]:
 
 
 def stage_of(kernel: str, stages: dict[str, str]) -> str:
-    """Library kernels and what lies between the stages are "other"."""
+    """Library kernels and what lies between the stages are "other"; projections share one kernel wherever they stand."""
     own = next((stage for prefix, stage in OWN.items() if kernel.startswith(prefix)), None)
     if own is None and kernel.startswith(("tree_mla", "int4_moe")):
         return "verify"

@@ -18,7 +18,7 @@ from ddtree_jax import Engine, dflash, kimi
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.decode import Models
 from ddtree_jax.sharding import Parameters, mesh_sizes, replicated, sharding_of
-from experiments.abstract_engine import ArrayShapes, abstract_arrays, abstract_blocks
+from experiments.abstract_engine import ArrayShapes, drafter_shapes, target_shapes
 from experiments.synthetic import draw_arrays
 
 
@@ -83,7 +83,11 @@ class DrawnRouter(kimi.Router):
 
     def __call__(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
         with jax.named_scope("router"):
-            chosen_TX, weight_TX = super().__call__(x_TD)
+            return super().__call__(x_TD)
+
+    def choose(self, logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with jax.named_scope("router"):
+            chosen_TX, weight_TX = super().choose(logits_TE)
             # Never taken, which XLA can't know: so the choice is made.
             return jnp.where(chosen_TX < 0, chosen_TX, self.drawn_TX[...]), weight_TX
 
@@ -170,7 +174,7 @@ def draw_routing(share: Share, num_tokens: int, distinct: int, seed: int) -> lis
 
 
 class Tables(NamedTuple):
-    """Shapes of both models' arrays, the experts' in blocks."""
+    """Shapes of both models' arrays as the kernels read them."""
 
     target: ArrayShapes
     drafter: ArrayShapes
@@ -179,7 +183,10 @@ class Tables(NamedTuple):
     def of(cls, share: Share, mesh: Mesh) -> "Tables":
         """On a mesh of one device. Raises NotImplementedError if the kernels do not take these shapes."""
         kimi.check_kernels(share.target, mesh)
-        return cls(abstract_blocks(share.target_parameters, mesh), abstract_arrays(share.drafter_parameters, mesh))
+        return cls(
+            target_shapes(share.target, share.target_parameters, mesh),
+            drafter_shapes(share.drafter, share.drafter_parameters, mesh),
+        )
 
 
 def abstract_models(share: Share, mesh: Mesh, tables: Tables) -> Models:

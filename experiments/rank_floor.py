@@ -11,7 +11,17 @@ from experiments.rank import Share
 from experiments.stage_times import ELEMENTWISE
 from experiments.synthetic import count_bytes
 
+# Natural arrays, and packed ones by their projections.
 _TARGET = {
+    "qkv_a": "q_a and kv_a",
+    "q_b": "q_b",
+    "key_up": "absorbed products",
+    "value_up": "absorbed products",
+    "o": "o",
+    "router_shared": "router's logits, shared gate and up",
+    "shared_down": "shared expert",
+    "gate_up": "dense MLP",
+    "down": "dense MLP",
     "q_a_DA": "q_a and kv_a",
     "kv_a_DW": "q_a and kv_a",
     "q_b_AHO": "q_b",
@@ -29,6 +39,10 @@ _TARGET = {
     "unembedding_VD": "lm_head",
 }
 _DRAFTER = {
+    "qkv": "q, k, v",
+    "o": "o",
+    "gate_up": "MLP",
+    "down": "MLP",
     "q_DJQR": "q, k, v",
     "k_DJR": "q, k, v",
     "v_DJR": "q, k, v",

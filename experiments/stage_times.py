@@ -25,47 +25,44 @@ _NEAR = 8
 _NOT_KERNELS = {"kCopy", "kMemset", "kMemzero", "kMemset32BitValue", "kConditional", "kWhile", "kCommandBuffer"}
 _NOT_KERNELS |= {"kSequential"}
 
-# Products by their axes, parts by their scope; the last one in a scope counts.
+# Projections and parts by their scope; the last one in a scope counts.
 _TARGET = {
     "embedding": "embedding",
-    "BTD,DA->BTA": "q_a and kv_a",
-    "BTD,DW->BTW": "q_a and kv_a",
-    "BTA,AHO->BTHO": "q_b",
-    "BTHP,HPC->BTHC": "absorbed products",
-    "BTHC,HUC->BTHU": "absorbed products",
+    "qkv_a": "q_a and kv_a",
+    "q_b": "q_b",
+    "key_up": "absorbed products",
     "jit(tree_mla)": "attention",
-    "BTHU,HUD->BTD": "o",
+    "value_up": "absorbed products",
+    "o": "o",
+    "router_shared": "router's logits, shared gate and up",
     "router": "router",
     "jit(int4_moe)": "experts",
-    "BTD,DF->BTF": "MLP",
-    "BTF,FD->BTD": "MLP",
+    "shared": "shared expert",
+    "gate_up": "dense MLP",
+    "down": "dense MLP",
     "lm_head": "lm_head",
 }
 _DRAFTER = {
     "embedding": "embedding",
-    "BTD,DJQR->BTJQR": "q, k, v",
-    "BTD,DJR->BTJR": "q, k, v",
+    "qkv": "q, k, v",
     "attention": "attention",
-    "BTJQR,JQRD->BTD": "o",
-    "BTD,DF->BTF": "MLP",
-    "BTF,FD->BTD": "MLP",
+    "o": "o",
+    "gate_up": "MLP",
+    "down": "MLP",
     "lm_head": "lm_head",
 }
-_COMMIT = {"BTY,YD->BTD": "drafter's context", "BTD,DmJR->BTmJR": "drafter's context"}
+_COMMIT = {"fc": "drafter's context", "context_kv": "drafter's context"}
 _DETAILS = {"verify": (_TARGET, ELEMENTWISE), "draft": (_DRAFTER, ELEMENTWISE), "commit": (_COMMIT, "rows and state")}
 
 
-def stage_of(scope: str, num_dense: int) -> str:
-    """Stage of a scope in the loop's body, such as "verify/experts"; the first ``num_dense`` layers have no experts."""
+def stage_of(scope: str) -> str:
+    """Stage of a scope in the loop's body, such as "verify/experts"."""
     inner = scope.split("/")
     part = next((part for part in inner if part in STAGES), None)
     if part is None:
         return "other"
     names, rest = _DETAILS.get(part, ({}, ""))
     detail = next((names[name] for name in reversed(inner) if name in names), rest)
-    if part == "verify" and detail == "MLP":
-        layer = re.search(r"layer_(\d+)", scope)
-        detail = "dense MLP" if layer and int(layer[1]) < num_dense else "shared expert"
     return f"{part}/{detail}" if detail else part
 
 
@@ -83,7 +80,7 @@ class Steps(NamedTuple):
     outside: set[str]
 
 
-def steps_of(program: Program, num_dense: int) -> Steps:
+def steps_of(program: Program) -> Steps:
     """The kernels of a program's loop. All branches of conditions are listed."""
     computations = parse(program.compiled.as_text())
     scopes = {}
@@ -99,7 +96,7 @@ def steps_of(program: Program, num_dense: int) -> Steps:
             match = re.match(r"\s*(\d+): (k\w+)\s+\[[^\]]*\]\s*(\S*)", line)
             if match and match[2] not in _NOT_KERNELS:
                 scope = scopes.get(instructions.get(int(match[1]), ""), "")
-                found.append(Step(_kernel(match[2], match[3], scope), stage_of(scope, num_dense)))
+                found.append(Step(_kernel(match[2], match[3], scope), stage_of(scope)))
         return found
 
     inside = steps(lines_of_loop(program.plan))

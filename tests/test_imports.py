@@ -5,7 +5,7 @@
     L5   generate  engine_options  completion  output  placement  prefix_cache  __init__      experiments ──► everything
     L4   decode                                                    checkpoints_tools ──► ddtree_jax
     L3   kimi     dflash
-    L2   layers   cache   tree   sampling   penalties   checkpoint   expert_layout   prompts
+    L2   layers ──► projections   cache   tree   sampling   penalties   checkpoint   expert_layout   prompts
     L1   pallas/*
     L0   arguments   config   hosts   sharding   quant   tokenizer   sampling_params   vocabulary
 """
@@ -24,7 +24,7 @@ FOLDERS = ("ddtree_jax", "checkpoints_tools", "experiments")
 LEVELS = (
     ("arguments", "config", "hosts", "sharding", "quant", "tokenizer", "sampling_params", "vocabulary"),
     ("pallas",),
-    ("layers", "cache", "tree", "sampling", "penalties", "checkpoint", "expert_layout", "prompts"),
+    ("layers", "projections", "cache", "tree", "sampling", "penalties", "checkpoint", "expert_layout", "prompts"),
     ("kimi", "dflash"),
     ("decode",),
     ("completion", "engine_options", "output", "placement", "prefix_cache", "generate", "__init__"),
@@ -38,6 +38,7 @@ SIBLINGS = {
     "sampling_params": {"arguments"},
     "vocabulary": {"sharding"},
     "pallas": {"pallas"},
+    "layers": {"projections"},
     "checkpoint": {"expert_layout"},
     "output": {"completion"},
     "generate": {"completion", "engine_options", "output", "placement", "prefix_cache"},

@@ -3,9 +3,6 @@
 ``y[T, O] = x[T, K] @ weight[O, K].T`` in bfloat16, summed in float32. Several weights that take the same input are one
 launch with an output each: the query's and the latent's first projections, or the router and the shared expert's gate and
 up. `pack_weights` lays them out when they are loaded; nothing in a step of decoding moves them.
-
-The kernel has not run on a GPU yet: the times by which its tiles are shared out are estimates (`Config`), and the engine
-does not take it.
 """
 
 import dataclasses
@@ -23,44 +20,45 @@ from ddtree_jax.pallas.skinny_gemm_kernel import launch
 from ddtree_jax.pallas.skinny_gemm_shape import SIDE, Config, Output, Shape, num_stages
 
 MAX_TOKENS = 64
+MAX_TURNS = 2
+"""Launches behind each other for more tokens, each of which reads the weight: unpacking it takes longer."""
+FILLED_TOKENS = 8
+"""Up to so many the kernel's copies fill up with zeros; more must be whole tiles of 8."""
 MAX_CLUSTER = 8
 
 
-def pack_weights(
-    weights: Sequence[Float[Array, "... K"]], outputs: Sequence[Output], warpgroups: int = 1
-) -> Float[Array, "M N W 64 64"]:
+def pack_weights(weights: Sequence[Float[Array, "... K"]], outputs: Sequence[Output]) -> Float[Array, "M N 64 64"]:
     """Blocks of 64 rows by 64 columns, each contiguous, in the order in which a launch reads them.
 
-    A weight is [O, K], of a gated output [2, F, K]: gate, then up. Blocks of W neighbours below each other make a tile,
-    tiles stand below each other, their columns next to each other. Every output begins with a block of its own, and four
-    rows of a gated one are gate, gate, up, up of two features. Rows behind an output are zeros.
+    A weight is [O, K], of a gated output [2, F, K]: gate, then up. Blocks next to each other make a tile, tiles stand below
+    each other. Every output begins with a tile of its own, and four rows of a gated one are gate, gate, up, up of two
+    features. Rows behind an output are zeros.
 
     Raises:
       ValueError: for weights that are not those of the outputs.
+      NotImplementedError: columns that are no multiple of 64.
     """
     rows = []
     for weight, output in zip(weights, outputs, strict=True):
         expected = (2,) * output.is_gated + (output.width,)
         if weight.shape[:-1] != expected:
             raise ValueError(f"a weight has shape {weight.shape}; {expected} rows are needed")
+        if weight.shape[-1] % SIDE:
+            raise NotImplementedError(f"a weight has {weight.shape[-1]} columns; a multiple of {SIDE} is needed")
         if output.is_gated:
+            if output.width % 2:
+                raise NotImplementedError(f"a gated output is {output.width} wide; a multiple of 2 is needed")
             K = weight.shape[-1]
             weight = jnp.moveaxis(weight.reshape(2, output.width // 2, 2, K), 0, 1).reshape(-1, K)
-        rows.append(_pad(weight, 0, SIDE))
-    weight_RK = _pad(jnp.concatenate(rows), 0, warpgroups * SIDE)
-    split = weight_RK.reshape(-1, warpgroups, SIDE, weight_RK.shape[1] // SIDE, SIDE)
-    return jnp.moveaxis(split, 3, 1)
+        rows.append(jnp.pad(weight, ((0, -weight.shape[0] % SIDE), (0, 0))))
+    weight_RK = jnp.concatenate(rows)
+    split = weight_RK.reshape(-1, SIDE, weight_RK.shape[1] // SIDE, SIDE)
+    return jnp.moveaxis(split, 2, 1)
 
 
-def _pad(array: Array, axis: int, multiple: int) -> Array:
-    widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, -array.shape[axis] % multiple)
-    return jnp.pad(array, widths)
-
-
-def unpack_weights(blocks: Float[Array, "M N W 64 64"], outputs: Sequence[Output]) -> list[Array]:
+def unpack_weights(blocks: Float[Array, "M N 64 64"], outputs: Sequence[Output]) -> list[Array]:
     """The weights that were packed."""
-    weight_RK = jnp.moveaxis(blocks, 1, 3).reshape(-1, blocks.shape[1] * SIDE)
+    weight_RK = jnp.moveaxis(blocks, 1, 2).reshape(-1, blocks.shape[1] * SIDE)
     weights, begin = [], 0
     for output in outputs:
         rows = weight_RK[begin : begin + output.width * (2 if output.is_gated else 1)]
@@ -74,7 +72,7 @@ def unpack_weights(blocks: Float[Array, "M N W 64 64"], outputs: Sequence[Output
 
 def skinny_gemm(
     x_TK: Float[Array, "T K"],
-    blocks: Float[Array, "M N W 64 64"],
+    blocks: Float[Array, "M N 64 64"],
     outputs: Sequence[Output],
     num_groups: int = 1,
 ) -> list[Float[Array, "T _"]]:
@@ -82,29 +80,41 @@ def skinny_gemm(
 
     For every weight ``y[t, o] = sum_k x[t, k] w[o, k]`` with products and sums in float32, rounded once to the output's
     dtype; of a gated one ``silu(y_gate) * y_up`` is computed in float32 and rounded once. The order of a sum is fixed by
-    the shapes and the `Config`: equal calls give equal bits. Columns of tokens are independent: NaN in one reaches no other.
+    the weight's shape and the device, and by neither the number of tokens nor their place: what the kernel gives for a token
+    has the same bits in every call. Columns of tokens are independent: NaN in one reaches no other.
 
     With ``num_groups`` x has that many inputs side by side, and the rows of the weight as many parts, each of which takes
     its own: heads that have a matrix each.
 
-    Goes through the kernel where the program is compiled for a Hopper GPU and the kernel takes the input, else through
-    `skinny_gemm_reference`.
+    Goes through the kernel where the program is compiled for a Hopper GPU and the kernel takes the input, in turns of 64
+    tokens if there are not many more; else through `skinny_gemm_reference`, which unpacks the weight inside the program.
     """
     outputs = tuple(outputs)
     reference = functools.partial(skinny_gemm_reference, outputs=outputs, num_groups=num_groups)
+    T = x_TK.shape[0]
+    if T > MAX_TURNS * MAX_TOKENS:
+        return reference(x_TK, blocks)
     try:
         simt.check_device()
         config = choose_config(blocks, device_config())
-        choose_shape(x_TK, blocks, outputs, num_groups, config)
+        turn = jax.ShapeDtypeStruct((min(T, MAX_TOKENS), x_TK.shape[1]), x_TK.dtype)
+        choose_shape(turn, blocks, outputs, num_groups, config)
     except NotImplementedError:
         return reference(x_TK, blocks)
-    kernel = functools.partial(skinny_gemm_gpu, outputs=outputs, num_groups=num_groups, config=config)
+
+    def kernel(x_TK: Array, blocks: Array) -> list[Array]:
+        turns = [
+            skinny_gemm_gpu(x_TK[begin : begin + MAX_TOKENS], blocks, outputs, num_groups, config)
+            for begin in range(0, T, MAX_TOKENS)
+        ]
+        return [jnp.concatenate(parts) for parts in zip(*turns, strict=True)]
+
     return jax.lax.platform_dependent(x_TK, blocks, cuda=kernel, default=reference)
 
 
 def skinny_gemm_gpu(
     x_TK: BFloat16[Array, "T K"],
-    blocks: BFloat16[Array, "M N W 64 64"],
+    blocks: BFloat16[Array, "M N 64 64"],
     outputs: Sequence[Output],
     num_groups: int = 1,
     config: Config = Config(),
@@ -115,7 +125,8 @@ def skinny_gemm_gpu(
       NotImplementedError: the kernel does not take this input. It is named.
     """
     shape = choose_shape(x_TK, blocks, tuple(outputs), num_groups, config)
-    x_TK = jnp.pad(x_TK, ((0, shape.num_tokens - shape.num_stored), (0, 0)))
+    if x_TK.shape[0] > FILLED_TOKENS:
+        x_TK = jnp.pad(x_TK, ((0, shape.num_tokens - shape.num_stored), (0, 0)))
     return launch(x_TK, blocks.reshape(-1, SIDE, SIDE), shape, config)
 
 
@@ -129,26 +140,25 @@ def device_config() -> Config:
     capability = getattr(device, "compute_capability", "9.0")
     if not capability.startswith("9."):
         raise NotImplementedError(f"compute capability {capability}; 9.0 is needed")
-    return Config(num_blocks=getattr(device, "core_count", Config().num_blocks))
+    return Config(num_multiprocessors=getattr(device, "core_count", Config().num_multiprocessors))
 
 
 def choose_config(blocks: Any, config: Config) -> Config:
-    """How to share out tiles: not at all, in clusters, or in equal spans. Shortest by the times of ``config``, estimates."""
+    """The cluster that is fastest by the times of ``config``, whatever the number of tokens."""
     tiles, num_bytes = blocks.shape[0], 2 * math.prod(blocks.shape)
 
-    def seconds(num_blocks: int, extra: float) -> float:
-        return num_bytes / min(num_blocks * config.block_bytes_a_microsecond, config.bytes_a_microsecond) + extra
+    def microseconds(size: int) -> float:
+        rate = min(tiles * size * config.block_bytes_a_microsecond, config.bytes_a_microsecond)
+        extra = config.cluster_microseconds + size * config.rank_microseconds if size > 1 else 0
+        return num_bytes / rate + extra
 
-    ways = [(seconds(config.num_blocks, config.split_microseconds), config)]
-    if tiles <= config.num_blocks:
-        ways.append((seconds(tiles, 0.0), dataclasses.replace(config, num_blocks=tiles)))
-    for size in range(2, MAX_CLUSTER + 1):
-        # Multiprocessors that a group has left over hold no cluster.
-        room = config.num_blocks // config.group_size * (config.group_size // size)
-        if tiles <= room and size <= blocks.shape[1] // config.step_blocks:
-            clustered = dataclasses.replace(config, cluster=size)
-            ways.append((seconds(tiles * size, config.cluster_microseconds), clustered))
-    return min(ways, key=lambda way: way[0])[1]
+    def fits(size: int) -> bool:
+        # Multiprocessors that a group has left over hold no cluster, and one group may be short of some.
+        room = (config.num_multiprocessors // config.group_size - 1) * (config.group_size // size)
+        return tiles <= room and size <= blocks.shape[1] // config.step_blocks
+
+    sizes = [1, *filter(fits, range(2, MAX_CLUSTER + 1))]
+    return dataclasses.replace(config, cluster=min(sizes, key=microseconds))
 
 
 def choose_shape(
@@ -163,17 +173,15 @@ def choose_shape(
         if array.dtype != jnp.bfloat16:
             raise NotImplementedError(f"{name} has dtype {array.dtype}; bfloat16 is needed")
     T, K = x_TK.shape
-    tiles, columns, warpgroups = blocks.shape[:3]
+    tiles, columns = blocks.shape[:2]
     if not 1 <= T <= MAX_TOKENS:
         raise NotImplementedError(f"{T} tokens; 1 to {MAX_TOKENS} fit")
     if num_groups * columns * SIDE != K:
         raise NotImplementedError(f"x is {K} wide; {num_groups} x {columns} blocks of {SIDE} columns are needed")
-    if warpgroups not in (1, 2):
-        raise NotImplementedError(f"tiles of {warpgroups} blocks; 1 or 2 are needed")
-    if tiles % num_groups or (num_groups > 1 and outputs[0].width != tiles * warpgroups * SIDE):
+    if tiles % num_groups or (num_groups > 1 and outputs[0].width != tiles * SIDE):
         raise NotImplementedError(f"{num_groups} groups of {tiles} tiles; whole tiles are needed")
-    if -(-sum(output.num_blocks for output in outputs) // warpgroups) != tiles:
-        raise NotImplementedError(f"{tiles} tiles of {warpgroups} blocks; other widths {[o.width for o in outputs]}")
+    if sum(output.num_blocks for output in outputs) != tiles:
+        raise NotImplementedError(f"{tiles} tiles; other widths {[output.width for output in outputs]}")
     for output in outputs:
         if output.width % 4:
             raise NotImplementedError(f"an output is {output.width} wide; a multiple of 4 is needed")
@@ -188,9 +196,7 @@ def choose_shape(
         num_stored=T,
         num_tiles=tiles,
         num_columns=columns,
-        warpgroups=warpgroups,
         tiles_a_group=tiles // num_groups,
-        num_blocks=tiles * cluster if cluster > 1 else min(config.num_blocks, tiles * columns // step_blocks),
         cluster=cluster,
         step_blocks=step_blocks,
         outputs=outputs,
@@ -202,7 +208,7 @@ def choose_shape(
 
 def skinny_gemm_reference(
     x_TK: Float[Array, "T K"],
-    blocks: Float[Array, "M N W 64 64"],
+    blocks: Float[Array, "M N 64 64"],
     outputs: Sequence[Output],
     num_groups: int = 1,
 ) -> list[Float[Array, "T _"]]:

@@ -1,4 +1,4 @@
-"""What threads of `skinny_gemm` do with a tile's sums: hand them over, add them up in order, write them as outputs.
+"""What threads of `skinny_gemm` do with a tile's sums: add them up in order, write them as outputs.
 
 ``t`` is what a thread can do, on a GPU (`simt`) or on numpy in tests.
 """
@@ -9,51 +9,16 @@ from typing import Any
 import numpy as np
 
 from ddtree_jax.pallas.simt import UINT
-from ddtree_jax.pallas.skinny_gemm_shape import SIDE, Shape
+from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Shape
 
-_VECTORS_IN_FLIGHT = 16  # Of four sums each, that a thread waits for at once.
-
-
-def store_part(t: Any, shape: Shape, block: Any, sums: Any, parts: Any) -> None:
-    """Hands the block's sums over. ``sums`` [tokens, stride] in shared memory, ``parts`` [blocks, tokens, rows]."""
-    for token, row in _places(t, shape):
-        values = t.load_vector(sums, token * shape.sums_stride + row, 4)
-        t.store_vector(parts, (block * shape.num_tokens + token) * shape.rows + row, values)
+_VECTORS_A_TOKEN = SIDE // 4
 
 
-def finish(t: Any, shape: Shape, tile: Any, first: Any, count: Any, sums: Any, parts: Any, *outs: Any) -> None:
-    """Adds the parts of ``count`` blocks from ``first`` on to a tile's sums, in order, and writes its outputs.
-
-    The outputs [T, width] are given as words: a bfloat16 one has two values in each.
-    """
-    places = _places(t, shape)
-    totals = [t.load_vector(sums, token * shape.sums_stride + row, 4) for token, row in places]
-    unroll = max(1, _VECTORS_IN_FLIGHT // len(places))
-
-    def add(turn: Any, *flat: Any) -> list:
-        blocks = [turn * unroll + i for i in range(unroll)]
-        loaded = []
-        for number in blocks:
-            block = first + t.minimum(number, count - 1)
-            at = [(block * shape.num_tokens + token) * shape.rows + row for token, row in places]
-            loaded.append([value for index in at for value in t.load_vector(parts, index, 4)])
-        for number, values in zip(blocks, loaded, strict=True):
-            flat = [x + t.select(number < count, value, 0.0) for x, value in zip(flat, values, strict=True)]
-        return list(flat)
-
-    flat = [value for total in totals for value in total]
-    if shape.has_parts:
-        flat = t.loop(t.divide(count + (unroll - 1), unroll), add, flat)
-    for i, (token, row) in enumerate(places):
-        _write(t, shape, tile * shape.rows + row, token, flat[4 * i : 4 * i + 4], outs)
-
-
-def finish_cluster(
-    t: Any, shape: Shape, tile: Any, rank: Any, load: Callable, let_go: Callable[[], None], *outs: Any
-) -> None:
+def finish(t: Any, shape: Shape, tile: Any, rank: Any, load: Callable, let_go: Callable[[], None], *outs: Any) -> None:
     """Adds up a block's share of a tile, in the order of the cluster's blocks, and writes its outputs.
 
-    ``load(i, index)`` gives four sums of block i; after ``let_go()`` none are loaded any more.
+    ``load(i, index)`` gives four sums of block i; after ``let_go()`` none are loaded any more. The outputs [T, width] are
+    given as words: a bfloat16 one has two values in each.
     """
     places, totals = _places(t, shape, rank), []
     for token, row in places:
@@ -65,20 +30,16 @@ def finish_cluster(
         totals.append(total)
     let_go()
     for (token, row), total in zip(places, totals, strict=True):
-        _write(t, shape, tile * shape.rows + row, token, total, outs)
+        _write(t, shape, tile * SIDE + row, token, total, outs)
 
 
-def _places(t: Any, shape: Shape, rank: Any = None) -> list[tuple[Any, Any]]:
-    """Token and first of four rows, of every turn of a thread; of all of them, or of those of one block of the cluster."""
-    per_token = shape.rows // 4
-    sharing = 1 if rank is None else shape.cluster
-    turns = -(-shape.num_tokens * per_token // (shape.num_threads * sharing))
+def _places(t: Any, shape: Shape, rank: Any) -> list[tuple[Any, Any]]:
+    """Token and first of four rows, of every turn of a thread of a block of the cluster."""
     places = []
-    for turn in range(turns):
-        first = turn * shape.num_threads if rank is None else (rank + turn * sharing) * shape.num_threads
-        index = t.thread() + first
-        token = t.divide(index, per_token)
-        places.append((token, (index - token * per_token) * 4))
+    for turn in range(-(-shape.num_tokens * _VECTORS_A_TOKEN // (WARPGROUP * shape.cluster))):
+        index = t.thread() + (rank + turn * shape.cluster) * WARPGROUP
+        token = t.divide(index, _VECTORS_A_TOKEN)
+        places.append((token, (index - token * _VECTORS_A_TOKEN) * 4))
     return places
 
 

@@ -60,8 +60,7 @@ class AnchoredBlock(dflash.Block):
 
     def attend(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: dflash.KeyValue) -> Array:
         config = self.config
-        q_BTJQR = self.query(x_BTD, positions_BT)
-        key_BtJR, value_BtJR = self.key_value(x_BTD, positions_BT)
+        q_BTJQR, key_BtJR, value_BtJR = self.query_key_value(x_BTD, positions_BT)
         key_bSJR, value_bSJR = cache
         num_sequences, num_slots = key_bSJR.shape[:2]
         context_BTS, block_BTt = self._visible(positions_BT, length_B, num_slots)
