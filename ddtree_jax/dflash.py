@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import DFlashConfig
-from ddtree_jax.layers import MLP_PROJECTIONS, Layer, gain, rms_norm, rotate, run_mlp
+from ddtree_jax.layers import MLP_PROJECTIONS, Layer, gain, rotate, run_mlp
+from ddtree_jax.pallas.add_norm import rms_norm
 from ddtree_jax.projections import Product, Projection, named, pack_if_taken
 from ddtree_jax.sharding import ArrayInfo, Parameters, partition
 

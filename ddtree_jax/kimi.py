@@ -15,10 +15,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import INT4_GROUP_SIZE, KimiConfig
-from ddtree_jax.layers import MLP_PROJECTIONS, Layer, gain, gated_mlp, rms_norm, rotate, run_mlp
+from ddtree_jax.layers import MLP_PROJECTIONS, Layer, gain, gated_mlp, run_mlp, turns
+from ddtree_jax.pallas.add_norm import add_norm, rms_norm
+from ddtree_jax.pallas.choose_experts import choose_experts
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, choose_config, int4_moe
 from ddtree_jax.pallas.int4_moe import pack_experts as pack_shard
-from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
+from ddtree_jax.pallas.latent_rows import LatentRows, latent_rows, turn_pairs
+from ddtree_jax.pallas.tree_mla import ROW_MULTIPLE, SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
 from ddtree_jax.projections import Packed, Product, Projection, named, pack_if_taken
 from ddtree_jax.quant import NIBBLES
 from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, partition, sharding_of
@@ -26,6 +29,9 @@ from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, partiti
 # Kernels take seconds to lower; these are lowered once for all layers.
 _tree_mla = jax.jit(tree_mla, static_argnames=("num_latent", "scale"))
 _int4_moe = jax.jit(int4_moe)
+_add_norm = jax.jit(add_norm, static_argnames=("eps", "has_kernels"))
+_choose_experts = jax.jit(choose_experts, static_argnames=("num_chosen", "factor", "has_kernels"))
+_latent_rows = jax.jit(latent_rows, static_argnames=("eps", "multiple", "has_kernels"))
 
 
 # A shard has whole experts' groups of features, and of down the words, groups or block columns that take them.
@@ -98,24 +104,24 @@ class Attention(Layer):
         cache_BSW: Float[Array, "B S W"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T W"]]:
         config = self.config
-        q_BTA, kv_BTW = self.multiply("qkv_a", x_BTD)
-        q_BTA = rms_norm(q_BTA, self.q_norm_A[...], config.latent_norm_eps)
-        q_BTHP, q_BTHR = self.multiply("q_b", q_BTA)
+        turn_BTr = turns(positions_BT, config.rope, config.qk_rope_head_dim, config.rope.amplitude)
+        made = self._make_rows(*self.multiply("qkv_a", x_BTD), *turn_BTr)
+        q_BTHP, q_BTHR = self.multiply("q_b", made.query_BTA)
         (q_BTHC,) = self.multiply("key_up", q_BTHP)
-        q_BTHR = rotate(q_BTHR, positions_BT, config.rope, interleaved=True, amplitude=config.rope.amplitude)
-
-        latent_BTC, key_BTR = jnp.split(kv_BTW, [config.kv_lora_rank], axis=-1)
-        latent_BTC = rms_norm(latent_BTC, self.kv_norm_C[...], config.latent_norm_eps)
-        key_BT1R = rotate(
-            key_BTR[:, :, None], positions_BT, config.rope, interleaved=True, amplitude=config.rope.amplitude
-        )
-        rows_BTW = jnp.concatenate([latent_BTC, key_BT1R[:, :, 0]], axis=-1)
-
+        q_BTHR = turn_pairs(q_BTHR, *(of_pair_BTr[:, :, None] for of_pair_BTr in turn_BTr))
         query_BTHW = jnp.concatenate([q_BTHC, q_BTHR], axis=-1)
-        attended_BTHC = self._attend(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt)
+        attended_BTHC = self._attend(query_BTHW, cache_BSW, made.rows_BTW, length_B, visible_BTt, made.tile_BtW)
         (value_BTHU,) = self.multiply("value_up", attended_BTHC)
         (y_BTD,) = self.multiply("o", value_BTHU)
-        return y_BTD, rows_BTW
+        return y_BTD, made.rows_BTW
+
+    def _make_rows(self, *arrays: Array) -> LatentRows:
+        """From both first projections, and the cosines and sines of the rows' positions."""
+        make = functools.partial(
+            _latent_rows, eps=self.config.latent_norm_eps, multiple=ROW_MULTIPLE, has_kernels=self.has_kernels
+        )
+        projected, turn_BTr = arrays[:2], arrays[2:]
+        return _everywhere(make, self.mesh)(*projected, self.q_norm_A[...], self.kv_norm_C[...], *turn_BTr)
 
     def _attend(self, *arrays: Array) -> Float[Array, "B T H C"]:
         config = self.config
@@ -127,12 +133,20 @@ class Attention(Layer):
         return _with_own_heads(attend, self.mesh)(*arrays)
 
 
+def _everywhere(function: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    """``function`` on every device, of arrays that are whole everywhere: the partitioner could not divide its kernel."""
+    if mesh is None:
+        return function
+    whole = PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+
+
 def _with_own_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
     """``attend`` on every shard's own heads; cache, rows, lengths and masks are whole everywhere."""
     if mesh is None:
         return attend
     heads, whole = PartitionSpec(None, None, RULES["heads"]), PartitionSpec()
-    return jax.shard_map(attend, mesh=mesh, in_specs=(heads, *(whole,) * 4), out_specs=heads, check_vma=False)
+    return jax.shard_map(attend, mesh=mesh, in_specs=(heads, *(whole,) * 5), out_specs=heads, check_vma=False)
 
 
 class Router(Layer):
@@ -142,6 +156,13 @@ class Router(Layer):
     float32, so that they are those of operands converted before.
     """
 
+    def __init__(
+        self, config: KimiConfig, arrays: Mapping[str, Array], mesh: Mesh | None = None, has_kernels: bool = False
+    ):
+        super().__init__(config, arrays)
+        self.mesh = mesh
+        self.has_kernels = has_kernels
+
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
         return {
@@ -149,15 +170,24 @@ class Router(Layer):
             "router_bias_E": ArrayInfo((config.n_routed_experts,), (None,), jnp.float32, deviation=0.0),
         }
 
-    def __call__(self, x_TD: Float[Array, "T D"]) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
-        return self.choose(jnp.einsum("TD,ED->TE", x_TD.astype(jnp.float32), self.router_ED[...].astype(jnp.float32)))
+    def __call__(
+        self, x_TD: Float[Array, "T D"], is_token_T: Bool[Array, "T"]
+    ) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
+        """Numbers of the chosen experts, -1 where there is no token, and their weights."""
+        logits_TE = jnp.einsum("TD,ED->TE", x_TD.astype(jnp.float32), self.router_ED[...].astype(jnp.float32))
+        return self.choose(logits_TE, is_token_T)
 
-    def choose(self, logits_TE: Float[Array, "T E"]) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
-        score_TE = jax.nn.sigmoid(logits_TE)
-        _, expert_TX = jax.lax.top_k(score_TE + self.router_bias_E[...][None], self.config.num_experts_per_tok)
-        weight_TX = jnp.take_along_axis(score_TE, expert_TX, axis=1)
-        weight_TX = weight_TX / (jnp.sum(weight_TX, axis=1, keepdims=True) + 1e-20)
-        return expert_TX, weight_TX * self.config.routed_scaling_factor
+    def choose(
+        self, logits_TE: Float[Array, "T E"], is_token_T: Bool[Array, "T"]
+    ) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
+        config = self.config
+        choose = functools.partial(
+            _choose_experts,
+            num_chosen=config.num_experts_per_tok,
+            factor=config.routed_scaling_factor,
+            has_kernels=self.has_kernels,
+        )
+        return _everywhere(choose, self.mesh)(logits_TE, self.router_bias_E[...], is_token_T)
 
 
 class SharedHidden(NamedTuple):
@@ -204,7 +234,7 @@ class Experts(Layer):
         weight_TX: Float[Array, "T X"],
         shared: SharedWeights | SharedHidden,
     ) -> Float[Array, "T D"]:
-        """The weighted sum of each token's experts, plus the shared expert."""
+        """The weighted sum of each token's experts, plus the shared expert; on a mesh in float32, as it was summed."""
         experts = self.form(*(getattr(self, name)[...] for name in self.form._fields))
         if self.mesh is None:
             return _int4_moe(x_TD, expert_TX, weight_TX, experts) + _run_shared(x_TD, shared)
@@ -237,7 +267,7 @@ def _run_shard(
     routed_TD = _int4_moe(x_TD, expert_TX - number * experts[0].shape[0], weight_TX, experts)
     shared_TD = jnp.where(number == 0, _run_shared(x_TD, shared), 0)
     y_TD = routed_TD.astype(jnp.float32) + shared_TD.astype(jnp.float32)
-    return jax.lax.psum(y_TD, MESH_AXES).astype(x_TD.dtype)
+    return jax.lax.psum(y_TD, MESH_AXES)
 
 
 def _run_shared(x_TD: Float[Array, "T D"], shared: SharedWeights | SharedHidden) -> Float[Array, "T D"]:
@@ -272,8 +302,8 @@ def check_kernels(config: KimiConfig, mesh: Mesh) -> None:
     H, C = config.num_attention_heads, config.kv_lora_rank
     W = C + config.qk_rope_head_dim
     attend = _with_own_heads(functools.partial(tree_mla_gpu, num_latent=C, scale=config.softmax_scale), mesh)
-    shapes = (1, 1, H, W), (1, SLOT_MULTIPLE, W), (1, 1, W), (1,), (1, 1, 1)
-    dtypes = (jnp.bfloat16,) * 3 + (jnp.int32, bool)
+    shapes = (1, 1, H, W), (1, SLOT_MULTIPLE, W), (1, 1, W), (1,), (1, 1, 1), (1, ROW_MULTIPLE, W)
+    dtypes = (*(jnp.bfloat16,) * 3, jnp.int32, bool, jnp.bfloat16)
     jax.eval_shape(attend, *map(jax.ShapeDtypeStruct, shapes, dtypes))
     infos = Experts.parameters(config)
     shard = ExpertWeights(
@@ -330,6 +360,8 @@ def _mlp_parameters(prefix: str, D: int, F: int) -> dict[str, ArrayInfo]:
 class Block(Layer):
     """One decoder layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))`` or the mixture of experts.
 
+    Its first norm and its last sum belong to one launch with the neighbours' (`Kimi`).
+
     If weights are packed, the router's logits and the shared expert's gate and up are one launch.
     """
 
@@ -337,12 +369,14 @@ class Block(Layer):
         self, config: KimiConfig, layer: int, arrays: Mapping[str, Array], mesh: Mesh | None, has_kernels: bool
     ):
         super().__init__(config, arrays)
+        self.mesh = mesh
+        self.has_kernels = has_kernels
         self.attention = Attention(config, arrays, mesh, has_kernels)
         self.is_dense = config.is_dense(layer)
         if self.is_dense:
             self.mlp = DenseMLP(config, arrays)
         else:
-            self.router = Router(config, arrays)
+            self.router = Router(config, arrays, mesh, has_kernels)
             self.experts = Experts(config, arrays, mesh)
             self.shared = SharedExpert(config, arrays)
 
@@ -362,35 +396,41 @@ class Block(Layer):
         """Output for the normed input, and the expert numbers if this layer has experts: none for what is no token."""
         if self.is_dense:
             return self.mlp(x_BTD), []
-        x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        x_TD, is_token_T = x_BTD.reshape(-1, x_BTD.shape[-1]), is_token_BT.reshape(-1)
         if self.packed:
             logits_BTE, hidden_BTF = self.multiply("router_shared", x_BTD)
-            expert_TX, weight_TX = self.router.choose(logits_BTE.reshape(x_TD.shape[0], -1))
+            expert_TX, weight_TX = self.router.choose(logits_BTE.reshape(x_TD.shape[0], -1), is_token_T)
             shared = SharedHidden(hidden_BTF, self.shared.packed["shared_down"])
         else:
-            expert_TX, weight_TX = self.router(x_TD)
+            expert_TX, weight_TX = self.router(x_TD, is_token_T)
             shared = self.shared.weights()
-        expert_TX = jnp.where(is_token_BT.reshape(-1, 1), expert_TX, -1)
         y_TD = self.experts(x_TD, expert_TX, weight_TX, shared)
         return y_TD.reshape(x_BTD.shape), [expert_TX]
 
     def __call__(
         self,
         x_BTD: Array,
+        normed_BTD: Array,
         positions_BT: Array,
         visible_BTt: Array,
         length_B: Array,
         cache_BSW: Array,
         is_token_BT: Array,
     ):
-        eps = self.config.rms_norm_eps
+        """What comes in, as it is and normed; gives the sum behind attention, what is to be added to it, rows, experts."""
         with jax.named_scope("attention"):
-            normed_BTD = rms_norm(x_BTD, self.input_norm_D[...], eps)
             attended_BTD, rows_BTW = self.attention(normed_BTD, positions_BT, visible_BTt, length_B, cache_BSW)
-            x_BTD = x_BTD + attended_BTD
         with jax.named_scope("feed_forward"):
-            y_BTD, experts = self.feed_forward(rms_norm(x_BTD, self.post_attention_norm_D[...], eps), is_token_BT)
-        return x_BTD + y_BTD, rows_BTW, experts
+            x_BTD, normed_BTD = self.add_norm(x_BTD, attended_BTD, self.post_attention_norm_D[...])
+            y_BTD, experts = self.feed_forward(normed_BTD, is_token_BT)
+        return x_BTD, y_BTD, rows_BTW, experts
+
+    def add_norm(self, x_BTD: Array, y_BTD: Array, gain_D: Array) -> tuple[Array, Array]:
+        """Their sum, and its norm."""
+        function = functools.partial(_add_norm, eps=self.config.rms_norm_eps, has_kernels=self.has_kernels)
+        flat = (array_BTD.reshape(-1, x_BTD.shape[-1]) for array_BTD in (x_BTD, y_BTD))
+        total_TD, normed_TD = _everywhere(function, self.mesh)(*flat, gain_D)
+        return total_TD.reshape(x_BTD.shape), normed_TD.reshape(x_BTD.shape)
 
 
 class Kimi(Layer):
@@ -461,16 +501,21 @@ class Kimi(Layer):
         if is_token_BT is None:
             is_token_BT = jnp.ones(token_ids_BT.shape, bool)
         x_BTD = self.embed(token_ids_BT)
+        first_D, *gains = (gain_D[...] for gain_D in (*(block.input_norm_D for block in self.blocks), self.norm_D))
+        normed_BTD = rms_norm(x_BTD, first_D, self.config.rms_norm_eps)
         captured, rows, experts = {}, [], []
-        for layer, block in enumerate(self.blocks):
+        for layer, (block, gain_D) in enumerate(zip(self.blocks, gains, strict=True)):
             with jax.named_scope(f"layer_{layer}"):
-                x_BTD, rows_BTW, chosen = block(x_BTD, positions_BT, visible_BTt, length_B, cache[layer], is_token_BT)
+                x_BTD, y_BTD, rows_BTW, chosen = block(
+                    x_BTD, normed_BTD, positions_BT, visible_BTt, length_B, cache[layer], is_token_BT
+                )
+                x_BTD, normed_BTD = block.add_norm(x_BTD, y_BTD, gain_D)
             captured[layer] = x_BTD
             rows.append(rows_BTW)
             experts.extend(chosen)
         empty_BTY = jnp.zeros((*x_BTD.shape[:2], 0), x_BTD.dtype)
         features_BTY = jnp.concatenate([empty_BTY, *(captured[layer] for layer in self.capture)], axis=-1)
-        return TargetOutput(rms_norm(x_BTD, self.norm_D[...], self.config.rms_norm_eps), features_BTY, rows, experts)
+        return TargetOutput(normed_BTD, features_BTY, rows, experts)
 
 
 def _embed_shard(token_ids_BT: Int32[Array, "B T"], embedding_VD: Float[Array, "V D"]) -> Float[Array, "B T D"]:

@@ -1,4 +1,4 @@
-"""What the target and the drafter have in common: parameter binding, products, RMSNorm, rotary positions, the gated MLP."""
+"""What the target and the drafter have in common: parameter binding, products, rotary positions, the gated MLP."""
 
 import math
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from ddtree_jax.config import RopeConfig
+from ddtree_jax.pallas.latent_rows import turn_pairs
 from ddtree_jax.projections import Packed, Product, Projection, named
 from ddtree_jax.sharding import ArrayInfo
 
@@ -50,13 +51,6 @@ class Layer(nnx.Module):
 def gain(size: int) -> ArrayInfo:
     """A norm's weight."""
     return ArrayInfo((size,), (None,), mean=1.0, deviation=0.0)
-
-
-def rms_norm(x: Float[Array, "*rows D"], weight_D: Float[Array, "D"], eps: float) -> Float[Array, "*rows D"]:
-    """RMSNorm as published: normalised in float32, cast to the input's dtype, then multiplied by the weight."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * weight_D.reshape((1,) * (x.ndim - 1) + weight_D.shape)
 
 
 def gated_mlp(
@@ -102,6 +96,14 @@ def rope_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
     return (frequency / rope.factor * ramp + frequency * (1 - ramp)).astype(np.float32)
 
 
+def turns(
+    positions_BT: Int32[Array, "B T"], rope: RopeConfig, dim: int, amplitude: float
+) -> tuple[Float[Array, "B T r"], Float[Array, "B T r"]]:
+    """Cosines and sines that turn each of the ``dim / 2`` pairs of a vector at these positions."""
+    angle = positions_BT.astype(jnp.float32)[..., None] * rope_frequencies(rope, dim)[None, None]
+    return jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
+
+
 def rotate(
     x: Float[Array, "B T heads R"],
     positions_BT: Int32[Array, "B T"],
@@ -114,15 +116,8 @@ def rotate(
 
     Pairs stay where they are, so that queries and cached keys must be stored alike; scores do not depend on it.
     """
-    frequency = rope_frequencies(rope, x.shape[-1])
-    angle = positions_BT.astype(jnp.float32)[..., None, None] * frequency[None, None, None]
-    cos, sin = jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
-    x32 = x.astype(jnp.float32)
+    cos, sin = (turn_BTr[:, :, None] for turn_BTr in turns(positions_BT, rope, x.shape[-1], amplitude))
     if interleaved:
-        first, second = x32[..., 0::2], x32[..., 1::2]
-    else:
-        first, second = jnp.split(x32, 2, axis=-1)
-    turned = first * cos - second * sin, second * cos + first * sin
-    if interleaved:
-        return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+        return turn_pairs(x, cos, sin)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -7,6 +7,7 @@
     python -m experiments.bench_kernels --kernel tree_expand [--check 10000]
     python -m experiments.bench_kernels --kernel sample [--check 10]
     python -m experiments.bench_kernels --kernel commit
+    python -m experiments.bench_kernels --kernel layer [--nodes 1,8,16,64] [--check 100]
     python -m experiments.bench_kernels --kernel skinny_gemm [--nodes 1,8,16,32,64]
 
 Prints a line a case and replaces ``results/KERNEL.jsonl``.
@@ -23,6 +24,7 @@ from experiments import (
     bench_commit,
     bench_int4_moe,
     bench_int4_prefill,
+    bench_layer,
     bench_prefill_attention,
     bench_sample,
     bench_skinny_gemm,
@@ -33,10 +35,10 @@ from experiments import (
 )
 from experiments.results_file import provenance, write_lines
 
-_KERNELS = ["int4_moe", "tree_mla", "tree_expand", "sample", "commit", "skinny_gemm"]
+_KERNELS = ["int4_moe", "tree_mla", "tree_expand", "sample", "commit", "layer", "skinny_gemm"]
 _KERNEL = flags.DEFINE_enum("kernel", None, _KERNELS, "Which kernel.", required=True)
 _NODES = flags.DEFINE_list(
-    "nodes", ["1", "8", "16", "32", "64"], "int4_moe, skinny_gemm: tokens in a call of decoding."
+    "nodes", ["1", "8", "16", "32", "64"], "int4_moe, layer, skinny_gemm: tokens in a call of decoding."
 )
 _TOKENS = flags.DEFINE_list("tokens", ["256", "1024", "2048", "4096"], "int4_moe: tokens in a call of prefill.")
 _REFERENCE_NODES = flags.DEFINE_list(
@@ -45,7 +47,7 @@ _REFERENCE_NODES = flags.DEFINE_list(
 _FORM = flags.DEFINE_enum("form", "hopper", list(bench_tree_mla.FORMS), "tree_mla: which form.")
 _RUNS = flags.DEFINE_integer("runs", 32, "Timed calls a case; their median counts.")
 _CHECK = flags.DEFINE_integer(
-    "check", 0, "Random routings, trees, logits or batches of draws to compare with the reference first."
+    "check", 0, "Random routings, trees, logits, rows or batches of draws to compare with the reference first."
 )
 
 
@@ -61,6 +63,11 @@ def measure() -> Iterator[dict[str, Any]]:
         return
     if _KERNEL.value == "skinny_gemm":
         yield from bench_skinny_gemm.measure(list(map(int, _NODES.value)), _RUNS.value)
+        return
+    if _KERNEL.value == "layer":
+        if _CHECK.value:
+            print(bench_layer.check(_CHECK.value), flush=True)
+        yield from bench_layer.measure(list(map(int, _NODES.value)), _RUNS.value)
         return
     if _KERNEL.value in ("tree_expand", "sample"):
         bench = bench_sample if _KERNEL.value == "sample" else bench_tree_expand

@@ -23,7 +23,7 @@ import jax
 from absl import app, flags
 from jax.experimental import topologies
 
-from experiments import bench_int4_moe, bench_skinny_gemm, bench_tree_mla
+from experiments import bench_int4_moe, bench_layer, bench_skinny_gemm, bench_tree_mla
 from experiments.devices import DEVICES, Device
 
 
@@ -46,6 +46,7 @@ def _skinny_gemm_cases(device: Device) -> Iterator[tuple[str, Callable[..., Any]
 KERNELS: dict[str, Callable[[Device], Iterator[Case]]] = {
     "int4_moe": lambda device: map(Case._make, bench_int4_moe.cases_to_compile(device.capability[0], device.cores)),
     "tree_mla": lambda _: map(Case._make, bench_tree_mla.cases_to_compile()),
+    "layer": lambda _: map(Case._make, bench_layer.cases_to_compile()),
     "skinny_gemm": lambda device: map(Case._make, _skinny_gemm_cases(device)),
 }
 

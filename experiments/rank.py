@@ -81,14 +81,14 @@ class Share:
 class DrawnRouter(kimi.Router):
     """Computes its own choice and its weights, then sends tokens to the experts in ``drawn_TX`` all the same."""
 
-    def __call__(self, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x_TD: jax.Array, is_token_T: jax.Array) -> tuple[jax.Array, jax.Array]:
         with jax.named_scope("router"):
-            return super().__call__(x_TD)
+            return super().__call__(x_TD, is_token_T)
 
-    def choose(self, logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def choose(self, logits_TE: jax.Array, is_token_T: jax.Array) -> tuple[jax.Array, jax.Array]:
         with jax.named_scope("router"):
-            chosen_TX, weight_TX = super().choose(logits_TE)
-            # Never taken, which XLA can't know: so the choice is made.
+            chosen_TX, weight_TX = super().choose(logits_TE, is_token_T)
+            # Taken where there is no token alone, which XLA can't know: so the choice is made.
             return jnp.where(chosen_TX < 0, chosen_TX, self.drawn_TX[...]), weight_TX
 
 
@@ -99,7 +99,7 @@ class RankTarget(kimi.Kimi):
         super().__init__(share.target, arrays, share.drafter.target_layer_ids, mesh, has_kernels=True)
         for layer, block in enumerate(self.blocks):
             if not block.is_dense:
-                block.router = DrawnRouter(share.target, arrays[f"layer_{layer}"])
+                block.router = DrawnRouter(share.target, arrays[f"layer_{layer}"], mesh, has_kernels=True)
 
     def send(self, routing: Sequence[Any]) -> None:
         """Sets the local numbers of each layer's experts, int32 [T, X]; -1 where another rank has the expert."""

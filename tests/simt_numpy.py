@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax.pallas.simt import BOOL, INT, UINT
@@ -24,6 +25,10 @@ class Memory:
         self.array = array
         self.reader, self.writer = (np.full(array.shape, _NOBODY) for _ in range(2))
         self.read_at, self.written_at = (np.zeros((2, *array.shape), np.int64) for _ in range(2))
+
+    @property
+    def kind(self) -> np.dtype:
+        return self.array.dtype
 
 
 def shared(size: int, kind: type) -> Memory:
@@ -75,6 +80,17 @@ class NumpyThreads:
 
     def log(self, a: np.ndarray) -> np.ndarray:
         return np.log(a)
+
+    def exp(self, a: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return np.exp(a)
+
+    def rsqrt(self, a: np.ndarray) -> np.ndarray:
+        return 1 / np.sqrt(a)
+
+    def pair(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        low, high = (x.astype(jnp.bfloat16).view(np.uint16).astype(UINT) for x in (low, high))
+        return low | (high << 16)
 
     def round(self, a: np.ndarray) -> np.ndarray:
         return np.rint(a).astype(UINT)

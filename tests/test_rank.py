@@ -210,9 +210,10 @@ def test_the_router_computes_and_is_overruled():
     (drawn_TX,) = rank.draw_routing(share, 5, share.target.num_experts_per_tok + 1, 0)[:1]
     router.drawn_TX = nnx.Param(drawn_TX)
     x_TD = np.asarray(np.random.default_rng(4).normal(size=(5, share.target.hidden_size)), np.float32)
-    expert_TX, weight_TX = jax.jit(lambda x_TD: router(x_TD))(x_TD)
-    np.testing.assert_array_equal(expert_TX, drawn_TX)
-    _, own_TX = kimi.Router(share.target, arrays)(x_TD)
+    is_token_T = jnp.arange(5) != 3
+    expert_TX, weight_TX = jax.jit(lambda *args: router(*args))(x_TD, is_token_T)
+    np.testing.assert_array_equal(expert_TX, np.where(is_token_T[:, None], drawn_TX, -1))
+    _, own_TX = kimi.Router(share.target, arrays)(x_TD, is_token_T)
     np.testing.assert_allclose(weight_TX, own_TX, rtol=1e-5)
 
 

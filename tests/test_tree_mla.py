@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, PartitionSpec
 
+from ddtree_jax.pallas import latent_rows
 from ddtree_jax.pallas import tree_mla as mla
 from ddtree_jax.pallas import tree_mla_hopper as hopper
 from ddtree_jax.pallas import tree_mla_portable as portable
@@ -158,10 +159,25 @@ def test_narrow_models_are_filled_up(monkeypatch):
     )
     arrays = (query, cache, rows, jnp.asarray([17], jnp.int32), jnp.asarray(random_tree(rng, 3))[None])
     interpreted = functools.partial(hopper.tree_mla_hopper, interpret=plgpu.InterpretGPUParams())
-    monkeypatch.setattr(mla, "_kernel", lambda: interpreted)
+    monkeypatch.setattr(mla, "_kernel", lambda _: interpreted)
     options = {"num_latent": 64, "scale": SCALE}
     out, expected = mla.tree_mla_gpu(*arrays, **options), mla.tree_mla_reference(*arrays, **options)
     assert error(np.asarray(out, np.float32), np.asarray(expected, np.float32)) < 5e-3
+
+
+def test_rows_that_are_filled_up_are_taken_as_they_are(monkeypatch):
+    arrays = tuple(map(jnp.asarray, random_case(3, num_nodes=9, heads=8, num_slots=64, lengths=[20, 30])))
+    tile = latent_rows.fill_tiles(arrays[2], LATENT, mla.ROW_MULTIPLE)
+    options = {"num_latent": LATENT, "scale": SCALE}
+    np.testing.assert_array_equal(
+        np.asarray(mla.tree_mla(*arrays, tile, **options), np.float32), run_reference(*arrays)
+    )
+    filled = []
+    monkeypatch.setattr(hopper, "fill_tiles", lambda *args: filled.append(args) or latent_rows.fill_tiles(*args))
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    for rest, times in (((tile,), 0), ((), 1)):
+        jax.jit(functools.partial(mla.tree_mla_gpu, **options)).trace(*arrays, *rest)
+        assert len(filled) == times
 
 
 def test_mask_words_hold_the_visible_bits():

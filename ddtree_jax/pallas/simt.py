@@ -179,6 +179,13 @@ class Threads:
         """Natural logarithm, to the last bit that of XLA."""
         return Value(math.log(a.code), FLOAT)
 
+    def exp(self, a: Value) -> Value:
+        """To the last bit that of XLA, as are `log` and `rsqrt`."""
+        return Value(math.exp(a.code), FLOAT)
+
+    def rsqrt(self, a: Value) -> Value:
+        return Value(math.rsqrt(a.code), FLOAT)
+
     def round(self, a: Value) -> Value:
         """Nearest uint32 of a float."""
         return self._ptx("cvt.rni.u32.f32 $0, $1;", UINT, a)
@@ -186,6 +193,10 @@ class Threads:
     def to_float(self, a: Value) -> Value:
         """The float nearest to an unsigned integer."""
         return Value(arith.uitofp(_type(FLOAT), a.code), FLOAT)
+
+    def pair(self, low: Value, high: Value) -> Value:
+        """A word of the bfloat16 nearest to two floats, ties to even."""
+        return self._ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", UINT, high, low)
 
     def popcount(self, a: Value) -> Value:
         return self._ptx("popc.b32 $0, $1;", INT, a)

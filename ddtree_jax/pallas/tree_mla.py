@@ -21,6 +21,7 @@ from ddtree_jax.pallas import tree_mla_hopper as hopper
 from ddtree_jax.pallas import tree_mla_portable as portable
 from ddtree_jax.pallas.tree_mla_split import LATENTS, ROTARY
 
+ROW_MULTIPLE = hopper.ROW_MULTIPLE
 SLOT_MULTIPLE = 16
 """The kernels read the cache in pieces of so many slots; other lengths of the cache leave them unused."""
 
@@ -31,6 +32,7 @@ def tree_mla(
     rows_BTW: Float[Array, "B T W"],
     length_B: Int32[Array, "B"],
     visible_BTt: Bool[Array, "B T T"],
+    tile_BtW: Float[Array, "B t W"] | None = None,
     *,
     num_latent: int,
     scale: float,
@@ -39,12 +41,13 @@ def tree_mla(
 
     A row of cache and rows is the latent (``num_latent`` wide, also the value) and the rotated key. ``visible_BTt[b, i, j]``
     says whether row i sees row j of the same call. Scores and softmax are float32. What slots from ``length_B`` on
-    hold never matters, nor does NaN in a row to those that do not see it.
+    hold never matters, nor does NaN in a row to those that do not see it. ``tile_BtW`` are the rows as `fill_tiles` makes
+    them with `ROW_MULTIPLE`, if they are there.
 
     This is the one place that chooses: a kernel where the program is compiled for a GPU and the kernels take the input,
     else `tree_mla_reference`.
     """
-    arrays = (query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt)
+    arrays = (query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt, tile_BtW)
     options = {"num_latent": num_latent, "scale": scale}
     reference = functools.partial(tree_mla_reference, **options)
     try:
@@ -59,6 +62,7 @@ def tree_mla_gpu(
     rows_BTW: Float[Array, "B T W"],
     length_B: Int32[Array, "B"],
     visible_BTt: Bool[Array, "B T T"],
+    tile_BtW: Float[Array, "B t W"] | None = None,
     *,
     num_latent: int,
     scale: float,
@@ -74,8 +78,9 @@ def tree_mla_gpu(
         raise NotImplementedError(f"a latent of {num_latent} and {rotary}; at most {LATENTS[-1]} and {ROTARY} fit")
     if (num_latent, rotary) != (wide, ROTARY):
         widen = functools.partial(_widen, num_latent=num_latent, latent=wide - num_latent, rotary=ROTARY - rotary)
-        query_BTHW, cache_BSW, rows_BTW = widen(query_BTHW), widen(cache_BSW), widen(rows_BTW)
-    out_BTHC = _kernel()(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt, num_latent=wide, scale=scale)
+        query_BTHW, cache_BSW, rows_BTW, tile_BtW = (*map(widen, (query_BTHW, cache_BSW, rows_BTW)), None)
+    kernel = _kernel(tile_BtW)
+    out_BTHC = kernel(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt, num_latent=wide, scale=scale)
     return out_BTHC[..., :num_latent]
 
 
@@ -87,7 +92,7 @@ def _widen(x: Array, num_latent: int, latent: int, rotary: int) -> Array:
     )
 
 
-def _kernel() -> Any:
+def _kernel(tile_BtW: Array | None) -> Any:
     """The Hopper form on compute capability 9, the portable one from 8 on. Without a GPU, Pallas compiles for 9 as well."""
     if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
         raise NotImplementedError(
@@ -97,7 +102,7 @@ def _kernel() -> Any:
     major = int(getattr(device, "compute_capability", "9.0").split(".")[0])
     num_sms = getattr(device, "core_count", hopper.Config().num_sms)
     if major == 9:
-        return functools.partial(hopper.tree_mla_hopper, config=hopper.Config(num_sms=num_sms))
+        return functools.partial(hopper.tree_mla_hopper, tile_BtW=tile_BtW, config=hopper.Config(num_sms=num_sms))
     if major < 8:
         raise NotImplementedError(f"compute capability {device.compute_capability}; at least 8.0 is needed")
     config = portable.Config(num_sms=num_sms, copy_engine=major >= 9)
@@ -110,11 +115,13 @@ def tree_mla_reference(
     rows_BTW: Float[Array, "B T W"],
     length_B: Int32[Array, "B"],
     visible_BTt: Bool[Array, "B T T"],
+    tile_BtW: Float[Array, "B t W"] | None = None,
     *,
     num_latent: int,
     scale: float,
 ) -> Float[Array, "B T H C"]:
-    """`tree_mla` in plain JAX: the path of a CPU, of float32, and of what the kernels refuse."""
+    """`tree_mla` in plain JAX: the path of a CPU, of float32, and of what the kernels refuse. ``tile_BtW`` is not read."""
+    del tile_BtW
     num_slots = cache_BSW.shape[1]
     slot_BS = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (length_B.shape[0], num_slots))
     committed_BS = slot_BS < length_B[:, None]

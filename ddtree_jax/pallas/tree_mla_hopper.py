@@ -39,8 +39,9 @@ from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
 from ddtree_jax.pallas import tree_mla_split as split
 from ddtree_jax.pallas import warps as w
+from ddtree_jax.pallas.latent_rows import fill_tiles
 
-_TILE = 64
+_TILE = ROW_MULTIPLE = 64
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 _PARTS = 2  # Buffers of half a tile's latents.
@@ -68,6 +69,7 @@ def tree_mla_hopper(
     *,
     num_latent: int,
     scale: float,
+    tile_BtW: Float[Array, "B t W"] | None = None,
     config: Config = Config(),
     interpret: object = None,
 ) -> BFloat16[Array, "B T H C"]:
@@ -80,21 +82,15 @@ def tree_mla_hopper(
     split.check(query_BTHW, cache_BSW, num_latent, 8)
     query_BnW = query_BTHW.reshape(batch, num_nodes * heads, width)
     query_BnW = jnp.pad(query_BnW, ((0, 0), (0, -query_BnW.shape[1] % 8), (0, 0)))
-    rows_BTW = jnp.pad(_keep_finite(rows_BTW, num_latent), ((0, 0), (0, -num_nodes % _TILE), (0, 0)))
+    if tile_BtW is None:
+        tile_BtW = fill_tiles(rows_BTW, num_latent, ROW_MULTIPLE)
     words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _TILE)
     part_BnsC, lse_Bnsc = _attend_splits(
-        query_BnW, cache_BSW, rows_BTW, length_B, words_Bwn, num_latent, scale, config, interpret
+        query_BnW, cache_BSW, tile_BtW, length_B, words_Bwn, num_latent, scale, config, interpret
     )
     tree_tiles = pl.cdiv(num_nodes, _TILE)
     out_BnC = split.combine(part_BnsC, lse_Bnsc, length_B, tree_tiles=tree_tiles, tile=_TILE, interpret=interpret)
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
-
-
-def _keep_finite(rows_BTW: Array, num_latent: int) -> Array:
-    """Values are finite; of a row that was not, the rotary part is NaN, so that who sees it gets NaN, and nobody else."""
-    is_finite_BT1 = jnp.all(jnp.isfinite(rows_BTW), axis=-1, keepdims=True)
-    is_value_W = jnp.arange(rows_BTW.shape[-1]) < num_latent
-    return jnp.where(is_finite_BT1, rows_BTW, jnp.where(is_value_W, 0, jnp.nan).astype(rows_BTW.dtype))
 
 
 def _swizzled(*shape: int):

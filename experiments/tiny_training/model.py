@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int32
 
 from ddtree_jax import kimi, quant
 from ddtree_jax.config import KimiConfig
-from ddtree_jax.layers import Layer, gated_mlp, rms_norm, rotate
+from ddtree_jax.layers import Layer, gated_mlp, rotate
+from ddtree_jax.pallas.add_norm import rms_norm
 from ddtree_jax.sharding import ArrayInfo, Parameters
 
 Arrays = dict[str, dict[str, Array]]
@@ -111,6 +112,7 @@ class TrainableBlock(kimi.Block):
 
     def __init__(self, config: KimiConfig, layer: int, arrays: Mapping[str, Array], attention: type[kimi.Attention]):
         Layer.__init__(self, config, arrays)
+        self.mesh, self.has_kernels = None, False
         self.attention = attention(config, arrays)
         self.is_dense = config.is_dense(layer)
         if self.is_dense:

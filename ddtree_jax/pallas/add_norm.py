@@ -1,0 +1,149 @@
+"""A residual's sum and its RMSNorm in one launch, a block a row::
+
+    load     a thread's eight values of x, of y and of the gain                     16 bytes each, all in flight at once
+    sums     of squares: a thread's in order, a warp's by halves, then the warps'   the order is fixed by the width alone
+    store    the sum, and the sum normalised times the gain
+
+Bytes: 16 rows of 7,168 are read twice and written twice, 0.9 MB, 0.2 us at 4.57 TB/s: what takes time is one access to
+memory after another.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from ddtree_jax.pallas import simt
+from ddtree_jax.pallas.bfloat16_rows import (
+    UNIT,
+    add_squares,
+    add_warp_sums,
+    apply_norm,
+    load_unit,
+    rounded,
+    store_unit,
+    store_warp_sum,
+)
+from ddtree_jax.pallas.simt import FLOAT, INT, UINT
+
+_WARPGROUP = 128
+MAX_THREADS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Static shape: rows of ``width``, of which a thread takes ``turns`` units."""
+
+    width: int
+    eps: float
+    turns: int
+    num_threads: int
+
+    @classmethod
+    def of(cls, width: int, eps: float, max_threads: int = MAX_THREADS) -> "Row":
+        units = width // UNIT
+        turns = -(-units // max_threads)
+        return cls(width=width, eps=eps, turns=turns, num_threads=_WARPGROUP * -(-units // (turns * _WARPGROUP)))
+
+
+def add_and_norm(
+    t: Any, shape: Row, row: Any, x: Any, y: Any, gain: Any, out_sum: Any, out_normed: Any, sums: Any
+) -> None:
+    """Global memory: x, y [T, D], gain [D], outs [T, D]; shared: sums [warps]."""
+    units = [t.thread() + turn * shape.num_threads for turn in range(shape.turns)]
+    columns = [t.minimum(unit, shape.width // UNIT - 1) * UNIT for unit in units]
+    loaded = [[load_unit(t, memory, row * shape.width + column) for memory in (x, y)] for column in columns]
+    gains = [load_unit(t, gain, column) for column in columns]
+    totals, squares = [], t.value(FLOAT, 0)
+    for unit, (own, other) in zip(units, loaded, strict=True):
+        other = rounded(t, other) if y.kind == FLOAT else other
+        total = rounded(t, [a + b for a, b in zip(own, other, strict=True)])
+        totals.append(total)
+        squares = squares + t.select(unit < shape.width // UNIT, add_squares(total), 0.0)
+    store_warp_sum(t, squares, sums)
+    t.barrier()
+    whole = add_warp_sums(t, sums, t.value(INT, 0), t.value(INT, shape.num_threads // 32))
+    scale = t.rsqrt(whole * (1 / shape.width) + shape.eps)
+    for unit, column, total, factors in zip(units, columns, totals, gains, strict=True):
+        with t.when(unit < shape.width // UNIT):
+            store_unit(t, out_sum, row * shape.width + column, total)
+            store_unit(t, out_normed, row * shape.width + column, apply_norm(t, total, scale, factors))
+
+
+def add_norm(
+    x_TD: Float[Array, "T D"],
+    y_TD: Float[Array, "T D"],
+    gain_D: Float[Array, "D"],
+    *,
+    eps: float,
+    has_kernels: bool = True,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """``x + y`` in the type of x, and its RMSNorm times the gain.
+
+    Goes through the kernel where the program is compiled for a GPU and the kernel takes the input.
+    """
+    kernel, reference = (functools.partial(function, eps=eps) for function in (add_norm_gpu, add_norm_reference))
+    return simt.choose(kernel, reference, x_TD, y_TD, gain_D, has_kernels=has_kernels)
+
+
+def add_norm_reference(
+    x_TD: Float[Array, "T D"], y_TD: Float[Array, "T D"], gain_D: Float[Array, "D"], *, eps: float
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """`add_norm` in plain JAX: y is cast, the sum rounded, and that normalised."""
+    total_TD = x_TD + y_TD.astype(x_TD.dtype)
+    return total_TD, rms_norm(total_TD, gain_D, eps)
+
+
+def rms_norm(x: Float[Array, "*rows D"], gain_D: Float[Array, "D"], eps: float) -> Float[Array, "*rows D"]:
+    """RMSNorm as published: normalised in float32, cast to the input's dtype, then multiplied by the gain."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * gain_D.reshape((1,) * (x.ndim - 1) + gain_D.shape)
+
+
+def add_norm_gpu(
+    x_TD: Float[Array, "T D"],
+    y_TD: Float[Array, "T D"],
+    gain_D: Float[Array, "D"],
+    *,
+    eps: float,
+    max_threads: int = MAX_THREADS,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """`add_norm` by the kernel alone.
+
+    Raises:
+      NotImplementedError: for x and a gain that are not bfloat16, another y than of that or float32, widths that are no
+        multiple of 8.
+    """
+    num_rows, width = x_TD.shape
+    types = [array.dtype.name for array in (x_TD, y_TD, gain_D)]
+    if types not in (["bfloat16"] * 3, ["bfloat16", "float32", "bfloat16"]):
+        raise NotImplementedError(f"types are {', '.join(types)}; bfloat16 is needed, or float32 of what is added")
+    if width % UNIT:
+        raise NotImplementedError(f"rows of {width}; a multiple of {UNIT} is needed")
+    shape = Row.of(width, eps, max_threads)
+    kinds = (UINT, FLOAT if types[1] == "float32" else UINT, UINT, UINT, UINT, FLOAT)
+
+    def body(*refs: Any) -> None:
+        pairs = list(zip(refs, kinds, strict=True))
+        simt.run(functools.partial(_add_and_norm, shape), pairs, [lax.axis_index("row")])
+
+    like = jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)
+    total_TD, normed_TD = plgpu.kernel(
+        body,
+        out_type=(like, like),
+        grid=(num_rows,),
+        grid_names=("row",),
+        scratch_types=[plgpu.SMEM((shape.num_threads // 32,), jnp.float32)],
+        **simt.options("add_norm", shape.num_threads),
+    )(x_TD, y_TD, gain_D)
+    return total_TD, normed_TD
+
+
+def _add_and_norm(shape: Row, t: Any, *args: Any) -> None:
+    add_and_norm(t, shape, *args)
