@@ -18,6 +18,8 @@ from experiments.abstract_engine import ArrayShapes
 
 # Two bfloat16 a word, from 0.0098 to 0.0102.
 _SCALE_BITS, _SCALE_NOISE = 0x3C20_3C20, 0x0007_0007
+# Mean and deviation of what has no entry among the parameters: a weight's.
+_PACKED = 0.0, ArrayInfo((), ()).deviation
 
 
 def draw_arrays(described: ArrayShapes, parameters: Parameters, seed: int) -> dict[str, dict[str, jax.Array]]:
@@ -28,9 +30,7 @@ def draw_arrays(described: ArrayShapes, parameters: Parameters, seed: int) -> di
     arrays = {}
     for part, key in zip(described, jax.random.split(jax.random.key(seed), len(described)), strict=True):
         normal = {name: (info.mean, info.deviation) for name, info in parameters[part].items()}
-        leaves = tuple(
-            (name, leaf, *normal.get(name, (0.0, ArrayInfo.deviation))) for name, leaf in described[part].items()
-        )
+        leaves = tuple((name, leaf, *normal.get(name, _PACKED)) for name, leaf in described[part].items())
         arrays[part] = _program(leaves)(key)
     return arrays
 
