@@ -87,9 +87,8 @@ class DrawnRouter(kimi.Router):
 
     def choose(self, logits_TE: jax.Array, is_token_T: jax.Array) -> tuple[jax.Array, jax.Array]:
         with jax.named_scope("router"):
-            chosen_TX, weight_TX = super().choose(logits_TE, is_token_T)
-            # Taken where there is no token alone, which XLA can't know: so the choice is made.
-            return jnp.where(chosen_TX < 0, chosen_TX, self.drawn_TX[...]), weight_TX
+            # The choice is made all the same: weights are those of what is chosen.
+            return self.drawn_TX[...], super().choose(logits_TE, is_token_T)[1]
 
 
 class RankTarget(kimi.Kimi):
