@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -29,8 +28,6 @@ FORMS = {
     "hopper": int4_spans.HOPPER,
     "small": int4_spans.SMALL,
     "ampere": int4_spans.AMPERE,
-    "wide": dataclasses.replace(int4_spans.HOPPER, unit_tokens=64, reads_subnormals=True),
-    "wide_moving": dataclasses.replace(int4_spans.HOPPER, warpgroups=4, unit_tokens=64, reads_subnormals=True),
 }
 LOWERED = [
     *((form, (16, 8, 384, 7168, 256)) for form in ("hopper", "small", "ampere")),
@@ -38,8 +35,6 @@ LOWERED = [
     *((form, (5, 3, 8, 96, 96)) for form in ("small", "ampere")),
     # The least memory for the ring.
     ("small", (64, 8, 48, 7168, 2048)),
-    ("wide", (17, 4, 12, 512, 256)),
-    ("wide_moving", (64, 2, 4, 512, 256)),
 ]
 
 
@@ -253,7 +248,6 @@ def test_every_form_lowers_for_cuda(form: str, shape: tuple[int, ...]) -> None:
         f"stablehlo.{name}" for name in ("constant", "convert", "custom_call", "pad", "reshape", "slice")
     }
     assert text.count("stablehlo.custom_call") == 1 and "mosaic_gpu" in text
-    assert ("setmaxnreg" in text) == (form == "wide_moving")
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 16])
@@ -303,16 +297,6 @@ def test_the_device_check_tells_right_from_wrong() -> None:
     assert max(check_int4_moe.run_routings(problem, leak, 10)[0]) == np.inf
 
 
-def test_the_device_check_leaves_out_what_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # Forms are chosen for shapes.
-    x_TD, experts = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16), block_shapes(4, 512, 256)
-    forms = check_int4_moe.choose_forms(x_TD, experts)
-    default = {name for name, form in forms.items() if form.unit_tokens == 8 and not form.reads_subnormals}
-    for has_forms, expected in ((False, default), (True, set(forms))):
-        few, many = check_int4_moe.choose_names(has_forms)
-        assert few[0] == "own" and set(few) <= set(many) == expected
-
-
 def block_shapes(E: int, D: int, F: int) -> ExpertBlocks:
     shapes = ((E, 2, F, D // 8), (E, 2, F, D // 32), (E, D, F // 8), (E, D, F // 32))
     dtypes = (jnp.int32, jnp.bfloat16) * 2
@@ -336,15 +320,10 @@ def test_input_that_the_kernel_does_not_take_is_named() -> None:
     grouped = ExpertBlocks(*(jnp.zeros((4, 1, 1, 3, BLOCK_WORDS), jnp.int32) for _ in range(2)))
     with pytest.raises(NotImplementedError, match="groups of 3"):
         int4_moe.choose_config(jnp.zeros((2, 64), jnp.bfloat16), grouped)
-    for message, changes in {
-        "shared memory": {"shared_bytes": 60_000},
-        "unit_tokens is 12;": {"unit_tokens": 12},
-        "unit_tokens is 0;": {"unit_tokens": 0},
-    }.items():
-        config = dataclasses.replace(int4_spans.HOPPER, **changes)
-        routing = [jnp.zeros((2, 2), dtype) for dtype in (jnp.int32, jnp.float32)]
-        with pytest.raises(NotImplementedError, match=message):
-            int4_moe.int4_moe_gpu(jnp.zeros((2, 64), jnp.bfloat16), *routing, experts, config)
+    config = dataclasses.replace(int4_spans.HOPPER, shared_bytes=60_000)
+    routing = [jnp.zeros((2, 2), dtype) for dtype in (jnp.int32, jnp.float32)]
+    with pytest.raises(NotImplementedError, match="shared memory"):
+        int4_moe.int4_moe_gpu(jnp.zeros((2, 64), jnp.bfloat16), *routing, experts, config)
 
 
 def sharded_experts(mesh_text: str | None) -> tuple[kimi.Experts, kimi.Experts, KimiConfig]:

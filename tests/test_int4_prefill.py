@@ -134,13 +134,3 @@ def test_input_that_the_kernels_do_not_take_is_named() -> None:
         choose(ExpertBlocks(jax.ShapeDtypeStruct((4, 2, 8, 8, BLOCK_WORDS), jnp.int32), experts.down_EMKmw))
     with pytest.raises(NotImplementedError, match="4096 tokens of 16 among 4 experts takes 266624 bytes"):
         choose(experts, shape=(4096, 16))
-
-
-def test_the_form_that_reads_subnormals_lowers_for_cuda() -> None:
-    experts = block_shapes(4, 512, 256)
-    config = int4_prefill.Config(reads_subnormals=True)
-    shapes = zip([(65, 512), (65, 3), (65, 3)], [jnp.bfloat16, jnp.int32, jnp.float32], strict=True)
-    function = jax.jit(functools.partial(int4_prefill.int4_moe_prefill, config=config))
-    traced = function.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes), *experts)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert [name for name in KERNELS if name not in text] == []
