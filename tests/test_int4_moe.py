@@ -67,7 +67,7 @@ def relative_error(y: np.ndarray, reference: np.ndarray) -> float:
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (96, 160), (512, 192)])
 def test_down_blocks_hold_the_weights(rows: int, columns: int) -> None:
     words, scale = draw(np.random.default_rng(0), 3, rows, columns)
-    integers, unpacked_scale = map(np.asarray, unpack_blocks(pack_down(words, scale)))
+    integers, unpacked_scale = map(np.asarray, jax.jit(lambda *a: unpack_blocks(pack_down(*a)))(words, scale))
     np.testing.assert_array_equal(integers[:, :rows, :columns], unpack_int4(words))
     np.testing.assert_array_equal(unpacked_scale[:, :rows, : columns // 32], scale)
     assert not unpacked_scale[:, rows:].any() and not unpacked_scale[:, :, columns // 32 :].any()
@@ -76,7 +76,7 @@ def test_down_blocks_hold_the_weights(rows: int, columns: int) -> None:
 @pytest.mark.parametrize("features", [32, 96, 256])
 def test_gate_up_blocks_hold_the_weights(features: int) -> None:
     words, scale = draw(np.random.default_rng(1), 2, 2, features, 192)
-    integers, unpacked_scale = unpack_blocks(pack_gate_up(words, scale))
+    integers, unpacked_scale = jax.jit(lambda *a: unpack_blocks(pack_gate_up(*a)))(words, scale)
     np.testing.assert_array_equal(split_halves(integers), unpack_int4(words))
     np.testing.assert_array_equal(split_halves(unpacked_scale), scale)
 
@@ -104,7 +104,7 @@ def test_reference_agrees_with_float64(dtype, has_blocks: bool) -> None:
     expert_TX = rng.integers(-2, E + 2, (T, X)).astype(np.int32)
     expert_TX[0], expert_TX[1] = -1, 2
     weight_TX = rng.normal(size=(T, X)).astype(np.float32)
-    experts = pack_experts(experts) if has_blocks else experts
+    experts = jax.jit(pack_experts)(experts) if has_blocks else experts
     y_TD = int4_moe.int4_moe(x_TD, jnp.asarray(expert_TX), jnp.asarray(weight_TX), experts)
     expected_TD = compute_float64(np.asarray(x_TD, np.float32), expert_TX, weight_TX, gate_up_E2FD, down_EDF)
     assert y_TD.dtype == dtype
@@ -114,7 +114,7 @@ def test_reference_agrees_with_float64(dtype, has_blocks: bool) -> None:
 
 def test_what_no_token_chose_never_matters() -> None:
     rng = np.random.default_rng(5)
-    experts = pack_experts(draw_experts(rng, 4, 64, 64)[0])
+    experts = jax.jit(pack_experts)(draw_experts(rng, 4, 64, 64)[0])
     x_TD, weight_TX = jnp.asarray(rng.normal(size=(3, 64)), jnp.float32), jnp.ones((3, 2), jnp.float32)
     expert_TX = jnp.asarray([[0, 2], [2, 0], [-1, 4]], jnp.int32)
     clean_TD = int4_moe.int4_moe(x_TD, expert_TX, weight_TX, experts)
@@ -304,7 +304,7 @@ def block_shapes(E: int, D: int, F: int) -> ExpertBlocks:
 
 
 def test_the_kernel_is_chosen_for_cuda_alone() -> None:
-    experts = pack_experts(draw_experts(np.random.default_rng(6), 4, 64, 64)[0])
+    experts = jax.jit(pack_experts)(draw_experts(np.random.default_rng(6), 4, 64, 64)[0])
     arguments = (jnp.zeros((2, 64), jnp.bfloat16), jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 2)), experts)
     traced = jax.jit(int4_moe.int4_moe).trace(*arguments)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -312,7 +312,7 @@ def test_the_kernel_is_chosen_for_cuda_alone() -> None:
 
 
 def test_input_that_the_kernel_does_not_take_is_named() -> None:
-    experts = pack_experts(draw_experts(np.random.default_rng(7), 4, 64, 64)[0])
+    experts = jax.jit(pack_experts)(draw_experts(np.random.default_rng(7), 4, 64, 64)[0])
     with pytest.raises(NotImplementedError, match="float32"):
         int4_moe.choose_config(jnp.zeros((2, 64), jnp.float32), experts)
     with pytest.raises(NotImplementedError, match="128 wide"):
