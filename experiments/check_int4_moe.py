@@ -1,13 +1,8 @@
-"""Compares the INT4 kernel on the device that is there with float64 on the host, with itself, and with its portable forms.
-
-Forms that are off by default are left out, so that they can't fail the one that is chosen: ``bench_int4_forms --check`` has
-them.
-"""
+"""Compares the INT4 kernel on the device that is there with float64 on the host, with itself, and with its portable forms."""
 
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -19,7 +14,7 @@ import numpy as np
 
 from ddtree_jax.pallas import int4_spans
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, pack_down, pack_gate_up
-from ddtree_jax.pallas.int4_moe import MAX_TOKENS, ExpertBlocks, choose_config, int4_moe_gpu
+from ddtree_jax.pallas.int4_moe import ExpertBlocks, choose_config, int4_moe_gpu
 from ddtree_jax.quant import dequantize
 from experiments.bench_int4_moe import SHARDS, WIDTH, Shard
 
@@ -41,9 +36,8 @@ SHAPES = (
 """T, X, E, D, F."""
 COMPARED = (3, 6, 7)
 """Of these all forms are compared."""
-EQUAL = (("hopper", "small", "ampere", "subnormal"), ("wide", "wide_ampere", "wide_subnormal"))
+EQUAL = ("hopper", "small", "ampere")
 """Forms that add up in the same order."""
-OFF_BY_DEFAULT = ("own_wide", "subnormal", "wide", "wide_ampere", "wide_subnormal")
 
 
 class Problem(NamedTuple):
@@ -124,24 +118,11 @@ def measure_error(y_TD: np.ndarray, expected_TD: np.ndarray) -> float:
 
 
 def choose_forms(x_TD: jax.ShapeDtypeStruct, experts: ExpertBlocks) -> dict[str, int4_spans.Config]:
-    """The device's own form; forms with steps and blocks by which they add up in the same order; such with larger units."""
+    """The device's own form, and forms with steps and blocks by which they add up in the same order."""
     own = choose_config(x_TD, experts)
-    hopper, small, ampere = (
-        dataclasses.replace(form, num_blocks=own.num_blocks, step_columns=BLOCK_COLUMNS)
-        for form in (int4_spans.HOPPER, int4_spans.SMALL, int4_spans.AMPERE)
-    )
-    wide, wide_ampere = (dataclasses.replace(form, unit_tokens=MAX_TOKENS) for form in (hopper, ampere))
-    return {
-        "own": own,
-        "own_wide": dataclasses.replace(own, unit_tokens=MAX_TOKENS, reads_subnormals=True),
-        "hopper": hopper,
-        "small": small,
-        "ampere": ampere,
-        "subnormal": dataclasses.replace(hopper, reads_subnormals=True),
-        "wide": wide,
-        "wide_ampere": wide_ampere,
-        "wide_subnormal": dataclasses.replace(wide, reads_subnormals=True),
-    }
+    forms = (int4_spans.HOPPER, int4_spans.SMALL, int4_spans.AMPERE)
+    same = {"num_blocks": own.num_blocks, "step_columns": BLOCK_COLUMNS}
+    return {"own": own} | {name: dataclasses.replace(form, **same) for name, form in zip(EQUAL, forms, strict=True)}
 
 
 def run_shape(number: int, form: str, num_routings: int) -> tuple[list[float], list[bytes]]:
@@ -177,16 +158,8 @@ def run_shard(shard: Shard, nodes: int, form: str, times: int) -> tuple[bool, by
     return is_repeatable, np.asarray(outputs[0]).tobytes()
 
 
-def choose_names(has_forms: bool) -> tuple[list[str], list[str]]:
-    """Forms for every shape, and for those of which all are compared: the ones off by default only if ``has_forms``."""
-    few, many = ["own", "own_wide"], ["own", "own_wide", *itertools.chain(*EQUAL)]
-    return tuple([name for name in names if has_forms or name not in OFF_BY_DEFAULT] for names in (few, many))
-
-
-def check(num_routings: int, *, has_forms: bool = False) -> None:
+def check(num_routings: int) -> None:
     """Prints what agrees; a process a shape and form, since most of the time goes into tracing.
-
-    ``has_forms``: also of the forms that are off by default.
 
     Raises:
       AssertionError: something is wrong.
@@ -195,14 +168,14 @@ def check(num_routings: int, *, has_forms: bool = False) -> None:
     os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     count = -(-num_routings // len(SHAPES))
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        few, many = choose_names(has_forms)
+        few, many = ("own",), ("own", *EQUAL)
         shapes = [
             {name: pool.submit(run_shape, number, name, count) for name in (many if number in COMPARED else few)}
             for number in range(len(SHAPES))
         ]
         shards = [
             (shard, nodes, {name: pool.submit(run_shard, shard, nodes, name, 100) for name in names})
-            for nodes, names in ((16, [name for name in many if name not in EQUAL[1]]), (1, ["own"]), (64, few))
+            for nodes, names in ((16, many), (1, few), (64, few))
             for shard in SHARDS
         ]
         is_right = all([_report_shape(SHAPES[number], forms) for number, forms in enumerate(shapes)])
@@ -212,8 +185,8 @@ def check(num_routings: int, *, has_forms: bool = False) -> None:
 
 def _find_unequal(bits: dict[str, Any]) -> list[str]:
     """Forms whose bits are not those of the first that adds up in the same order."""
-    groups = [[name for name in group if name in bits] for group in EQUAL]
-    return [name for group in groups for name in group[1:] if bits[name] != bits[group[0]]]
+    names = [name for name in EQUAL if name in bits]
+    return [name for name in names if bits[name] != bits[names[0]]]
 
 
 def _report_shape(shape: tuple[int, ...], forms: dict[str, concurrent.futures.Future]) -> bool:

@@ -14,10 +14,6 @@ Of a tile that blocks share, the part that begins it goes to an array by pair, l
 needs the sum adds them in the order of blocks: the same on every run. Blocks wait for no more than they need: the block
 with a tile's end for its other parts, a unit's second product for its hidden rows, the last sum for everything.
 
-By default a unit has up to 8 tokens, and nibbles become 128 + nibble. Off by default and not measured: units of up to
-``unit_tokens``, and ``reads_subnormals`` (`int4_unpack`). Of more than 8 tokens the second product's hidden rows come
-through the ring as well, as soon as they are written; weights are unpacked once for all of them.
-
 Bytes: every unit's expert once (3.1 MB at 256 features and 7,168 columns), 4.57 TB/s on an H200 at best.
 """
 
@@ -38,11 +34,9 @@ from ddtree_jax.pallas.int4_blocks import BLOCK_ROWS, BLOCK_WORDS
 from ddtree_jax.pallas.int4_schedule import UnitTable, build_schedule, scratch_words
 from ddtree_jax.pallas.int4_spans import Config, Product
 from ddtree_jax.pallas.int4_steps import TOKENS
-from ddtree_jax.pallas.int4_unpack import SUBNORMAL_SCALE
+from ddtree_jax.pallas.int4_unpack import WEIGHT_SCALE
 
 _WARPS = 4
-_COMPUTING_REGISTERS, _FETCHING_REGISTERS = 112, 32
-"""A thread's, together what 5 warpgroups start with."""
 _INT = jnp.int32
 
 
@@ -77,7 +71,7 @@ class _Block:
 
     @property
     def stage_bytes(self) -> int:
-        return steps.stage_bytes(self.config.tile_blocks, self.config.step_blocks, self.table.unit_tokens)
+        return steps.stage_bytes(self.config.tile_blocks, self.config.step_blocks)
 
     @property
     def products(self) -> tuple[Product, Product]:
@@ -89,19 +83,8 @@ class _Block:
         """Of a hidden row."""
         return self.outputs[2].shape[1]
 
-    @property
-    def per_token(self) -> int:
-        return self.inputs[3].shape[1]
-
-    @property
-    def moves_registers(self) -> bool:
-        """From the fetching warpgroup to 4 computing ones: units of more than 32 tokens need more than their equal share."""
-        return self.config.warpgroups == _WARPS and self.table.unit_tokens > 4 * TOKENS and self.config.has_bulk_copies
-
     def fetch(self) -> None:
         """Keeps the ring full. Warps take steps in turn, counted through both products."""
-        if self.moves_registers:
-            plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
         done = jnp.int32(0)
         for product, is_first in zip(self.products, (True, False), strict=True):
             start, end = product.span(self.num_units, self.index)
@@ -109,10 +92,8 @@ class _Block:
             done = done + end - start
 
     def _fetch_product(self, product: Product, is_first: bool, start: Array, end: Array, done: Array) -> None:
-        config, is_wide = self.config, self.table.has_slots
-        tokens, per_row = self.inputs[0], self.per_token
-        if not is_first and is_wide:
-            tokens, per_row = self.outputs[2], 1
+        config = self.config
+        tokens, per_token = self.inputs[0], self.inputs[3].shape[1]
         warp, num_warps = warps.warp_index(), num_fetching_warps(self.num_stages)
         first = start + lax.rem(warp - done + num_warps * (done // num_warps + 1), num_warps)
 
@@ -120,12 +101,7 @@ class _Block:
             step = first + num_warps * turn
             count = done + step - start
             unit, tile, k = product.position(step)
-            expert, slot, num_tokens = self.table.split(self.units[unit], unit)
-            if not is_first:
-                num_tokens = jnp.where(num_tokens > TOKENS, num_tokens, 0) if is_wide else jnp.int32(0)
-            if not is_first and is_wide:
-                ready = self._is_ready(unit), jnp.int32(self.products[0].num_tiles)
-                pl.when(num_tokens > 0)(lambda: self.semaphores.wait_to_copy(*ready))
+            expert, num_tokens = self.table.split(self.units[unit])
             steps.fetch_step(
                 product.blocks,
                 self.ring,
@@ -137,13 +113,12 @@ class _Block:
                 k * config.step_blocks,
                 lax.rem(count, self.num_stages),
                 1 - lax.rem(count // self.num_stages, 2),
-                slot,
-                num_tokens,
+                unit,
+                num_tokens if is_first else jnp.int32(0),
                 step_blocks=config.step_blocks,
                 tile_blocks=config.tile_blocks,
                 num_stages=self.num_stages,
-                unit_tokens=self.table.unit_tokens,
-                per_row=per_row,
+                per_token=per_token,
                 has_bulk_copies=config.has_bulk_copies,
             )
             return carry
@@ -153,8 +128,6 @@ class _Block:
 
     def compute(self) -> None:
         """Both products and what lies between and behind them."""
-        if self.moves_registers:
-            plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
         _, first_sums, hidden, second_sums, first_parts, second_parts = self.outputs
         gate_up, down = self.products
         stage = (jnp.int32(0), jnp.int32(0))
@@ -174,7 +147,7 @@ class _Block:
 
     def _has_parts(self, unit: Array, tile: Array) -> Array:
         """Semaphore that counts a tile's parts but the last."""
-        return 1 + self.table.num_slots + unit * self.products[0].num_tiles + tile
+        return 1 + self.table.num_units + unit * self.products[0].num_tiles + tile
 
     def _multiply(
         self, product: Product, stage: tuple[Array, Array], sums_ref: Any, parts_ref: Any, hidden: Any
@@ -195,53 +168,29 @@ class _Block:
             stop = jnp.minimum(end - index * num_steps, num_steps)
             is_whole = (begin == 0) & (stop == num_steps)
 
-            def multiply(num_slots: int) -> list[Array]:
-                *after, sums = self._multiply_steps(product, begin, stop, count, ring, is_first, num_slots)
-                if is_first:
-                    pl.when(is_whole)(lambda: self._store_hidden(sums, hidden, unit, count, tile))
+            *ring, sums = self._multiply_steps(product, begin, stop, count, ring, is_first)
+            if is_first:
+                pl.when(is_whole)(lambda: self._store_hidden(sums, hidden, unit, tile))
 
-                @pl.when(jnp.logical_not(is_whole) if is_first else index >= 0)
-                def _() -> None:
-                    is_part = (begin > 0).astype(_INT)
-                    where = (self._slot(unit), count, tile, self.index, is_part, self.warpgroup)
-                    blocks = {"tile_blocks": self.config.tile_blocks, "warpgroup_blocks": self.config.warpgroup_blocks}
-                    steps.store_sums(sums, sums_ref, parts_ref, self.pairs, *where, **blocks)
+            @pl.when(jnp.logical_not(is_whole) if is_first else index >= 0)
+            def _() -> None:
+                where = (unit, tile, self.index, (begin > 0).astype(_INT), self.warpgroup)
+                blocks = {"tile_blocks": self.config.tile_blocks, "warpgroup_blocks": self.config.warpgroup_blocks}
+                steps.store_sums(sums, sums_ref, parts_ref, self.pairs, *where, **blocks)
 
-                return after
-
-            ring = self._choose(count, multiply)
             if is_first:
                 pl.when(stop < num_steps)(lambda: self.semaphores.signal(self._has_parts(unit, tile)))
             return (*ring, count)
 
         return lax.fori_loop(first, last, multiply_tile, (*stage, jnp.int32(0)))[:2]
 
-    def _choose(self, count: Array, multiply: Callable[[int], list[Array]]) -> list[Array]:
-        """``multiply(slots)`` by the code for as many slots as ``count`` tokens take: 1, 2, 4, ..., all."""
-        most = self.table.unit_tokens // TOKENS
-        sizes = [size for size in (1, 2, 4) if size < most] + [most]
-        which = sum((count > TOKENS * size).astype(_INT) for size in sizes[:-1])
-        return lax.switch(which, [lambda size=size: multiply(size) for size in sizes]) if most > 1 else multiply(1)
-
-    def _slot(self, unit: Array) -> Array:
-        """The unit's first."""
-        return self.table.split(self.units[unit], unit)[1] if self.table.has_slots else unit
-
     def _multiply_steps(
-        self,
-        product: Product,
-        begin: Array,
-        stop: Array,
-        count: Array,
-        ring: Sequence[Array],
-        is_first: bool,
-        num_slots: int,
+        self, product: Product, begin: Array, stop: Array, count: Array, ring: Sequence[Array], is_first: bool
     ) -> tuple[Array, Array, Array]:
         """Steps ``begin`` to ``stop`` of a tile: where the ring is then, and the sums."""
         config = self.config
-        is_in_ring = is_first or num_slots > 1
         tokens_at = config.tile_blocks * config.step_blocks * BLOCK_WORDS * 4
-        zeros = jnp.zeros((BLOCK_ROWS * config.warpgroup_blocks, TOKENS * num_slots))
+        zeros = jnp.zeros((BLOCK_ROWS * config.warpgroup_blocks, TOKENS))
         zeros = plgpu.layout_cast(zeros, steps.ACCUMULATOR)
 
         def step(k: Array, carry: tuple) -> tuple:
@@ -249,40 +198,36 @@ class _Block:
             warps.wait_barrier(self.barriers, stage, parity)
             sums = steps.multiply_step(
                 self.ring,
-                self.ring if is_in_ring else self.hidden_s,
+                self.ring if is_first else self.hidden_s,
                 sums,
                 stage,
                 self.warpgroup,
-                stage * self.stage_bytes + tokens_at if is_in_ring else k * (2 * config.step_columns),
+                stage * self.stage_bytes + tokens_at if is_first else k * (2 * config.step_columns),
                 count,
                 step_blocks=config.step_blocks,
                 warpgroup_blocks=config.warpgroup_blocks,
                 tile_blocks=config.tile_blocks,
-                unit_tokens=self.table.unit_tokens,
                 group=product.group,
-                stride=steps.token_stride(config.step_columns if is_in_ring else self.num_terms * product.num_columns),
-                term_bytes=[0] if is_in_ring else [2 * term * product.num_columns for term in range(self.num_terms)],
-                reads_subnormals=config.reads_subnormals,
+                stride=steps.token_stride(config.step_columns if is_first else self.num_terms * product.num_columns),
+                term_bytes=[0] if is_first else [2 * term * product.num_columns for term in range(self.num_terms)],
             )
             warps.arrive_warp(self.barriers, stage + self.num_stages)
             is_last = stage + 1 == self.num_stages
             return jnp.where(is_last, 0, stage + 1), jnp.where(is_last, 1 - parity, parity), sums
 
         *ring, sums = lax.fori_loop(begin, stop, step, (*ring, zeros))
-        return *ring, sums * SUBNORMAL_SCALE if config.reads_subnormals else sums
+        return *ring, sums * WEIGHT_SCALE
 
-    def _store_hidden(self, sums: Array, hidden: Any, unit: Array, count: Array, tile: Array) -> None:
+    def _store_hidden(self, sums: Array, hidden: Any, unit: Array, tile: Array) -> None:
         feature = tile * (self.config.tile_rows // 2)
         blocks = {"num_features": self.num_features, "warpgroup_blocks": self.config.warpgroup_blocks}
-        steps.store_hidden(sums, hidden, self.pairs, self._slot(unit), count, feature, self.warpgroup, **blocks)
+        steps.store_hidden(sums, hidden, self.pairs, unit, feature, self.warpgroup, **blocks)
         self.semaphores.signal(self._is_ready(unit))
 
     def _begin_unit(self, unit: Array, is_first: bool) -> Array:
-        """Number of the unit's tokens; for the second product the hidden rows of up to 8 are put into shared memory."""
-        count = self.table.split(self.units[unit], unit)[2]
-        if not is_first and self.table.has_slots:
-            pl.when(count <= TOKENS)(lambda: self._load_hidden(unit, count))
-        elif not is_first:
+        """Number of the unit's tokens; for the second product their hidden rows are put into shared memory."""
+        _, count = self.table.split(self.units[unit])
+        if not is_first:
             self._load_hidden(unit, count)
         return count
 
@@ -290,9 +235,8 @@ class _Block:
         threads = self.config.num_threads
         gate_up, down = self.products
         self.semaphores.wait(self._is_ready(unit), jnp.int32(gate_up.num_tiles))
-        hidden, slot = self.outputs[2], self._slot(unit)
         sizes = {"num_columns": down.num_columns, "num_threads": threads}
-        steps.load_hidden(hidden, self.hidden_s, self.pairs, slot, count, **sizes)
+        steps.load_hidden(self.outputs[2], self.hidden_s, self.pairs, unit, count, **sizes)
         warps.sync_threads(threads)
 
     def _combine(self) -> None:
@@ -308,11 +252,11 @@ class _Block:
         def _() -> None:
             owners = product.owner(self.num_units, start - k), self.index
             self.semaphores.wait(self._has_parts(unit, tile), owners[1] - owners[0])
-            _, slot, count = self.table.split(self.units[unit], unit)
+            _, count = self.table.split(self.units[unit])
 
             def combine(turn: Array, carry: Array) -> Array:
                 n = turn * self.config.warpgroups + self.warpgroup
-                pair = self.pairs[slot * TOKENS + n]
+                pair = self.pairs[unit * TOKENS + n]
                 value = [plgpu.load(sums_ref.at[pair, tile, j], layout=layout) for j in range(2)]
 
                 def load(_: int, block: Array) -> list[Array]:
@@ -342,7 +286,7 @@ class _Block:
         places = [self.places[token * per_token + x] for x in range(per_token)]
         owners = []
         for place in places:
-            first, last = product.owners(self.num_units, jnp.maximum(place, 0) // self.table.unit_tokens, tile)
+            first, last = product.owners(self.num_units, jnp.maximum(place, 0) // TOKENS, tile)
             owners.append((first, jnp.where(place < 0, first, last)))
         return weights, places, owners
 
@@ -361,7 +305,7 @@ class _Block:
             values = [plgpu.load(sums_ref.at[token * per_token + x, tile], layout=layout) for x in range(per_token)]
 
             def load(x: int, block: Array) -> Array:
-                n = lax.rem(jnp.maximum(places[x], 0), self.table.unit_tokens)
+                n = lax.rem(jnp.maximum(places[x], 0), TOKENS)
                 return plgpu.load(parts_ref.at[block, n], layout=layout)
 
             total = jnp.zeros((rows,))
@@ -395,28 +339,10 @@ def _add_parts(
     return lax.fori_loop(0, (most + unroll - 1) // unroll, add, list(values))
 
 
-def share_memory(
-    num_tokens: int, per_token: int, num_experts: int, num_terms: int, hidden_bytes: int, config: Config
-) -> tuple[int, int]:
-    """Tokens a unit may have, and stages of the ring: as many tokens as are allowed and cost no stage.
-
-    Raises:
-      NotImplementedError: units of ``config.unit_tokens`` are not made of slots.
-    """
-    if config.unit_tokens < TOKENS or config.unit_tokens % TOKENS:
-        raise NotImplementedError(f"unit_tokens is {config.unit_tokens}; a multiple of {TOKENS} is needed")
-
-    def count_stages(unit_tokens: int) -> int:
-        table = UnitTable(num_pairs=num_tokens * per_token, num_experts=num_experts, unit_tokens=unit_tokens)
-        free_bytes = config.shared_bytes - hidden_bytes - 4 * sum(table.num_words)
-        return min(
-            config.max_stages, free_bytes // steps.stage_bytes(config.tile_blocks, config.step_blocks, unit_tokens)
-        )
-
-    most = min(config.unit_tokens, TOKENS * -(-num_tokens // TOKENS)) if num_terms == 1 else TOKENS
-    num_stages = count_stages(TOKENS)
-    sizes = range(most, 0, -TOKENS)
-    return next((size for size in sizes if count_stages(size) >= num_stages), TOKENS), num_stages
+def count_stages(table: UnitTable, hidden_bytes: int, config: Config) -> int:
+    """Of the ring, beside the tables and ``hidden_bytes`` of hidden rows in a block's shared memory."""
+    free_bytes = config.shared_bytes - hidden_bytes - 4 * sum(table.num_words)
+    return min(config.max_stages, free_bytes // steps.stage_bytes(config.tile_blocks, config.step_blocks))
 
 
 def int4_moe_kernel(
@@ -434,9 +360,9 @@ def int4_moe_kernel(
     num_features = gate_up_EMKmw.shape[1] * gate_up_product.group * BLOCK_ROWS // 2
     num_terms = 2 if down_product.num_columns <= config.split_columns else 1
     hidden_stride = steps.token_stride(num_terms * down_product.num_columns) // 2
-    unit_tokens, num_stages = share_memory(T, X, E, num_terms, 2 * TOKENS * hidden_stride, config)
-    table = UnitTable(num_pairs=P, num_experts=E, unit_tokens=unit_tokens)
-    stage_bytes = steps.stage_bytes(config.tile_blocks, config.step_blocks, unit_tokens)
+    table = UnitTable(num_pairs=P, num_experts=E)
+    stage_bytes = steps.stage_bytes(config.tile_blocks, config.step_blocks)
+    num_stages = count_stages(table, 2 * TOKENS * hidden_stride, config)
     if num_stages < 2 or num_stages * stage_bytes < 4 * scratch_words(P, E):
         raise NotImplementedError(
             f"{T} tokens of {X} experts, {E} experts and width {num_features} need more than {config.shared_bytes} bytes "
@@ -448,7 +374,7 @@ def int4_moe_kernel(
         fetching = 1 if config.has_bulk_copies else 32
         index = lax.axis_index("block")
         threads = config.num_threads + 128
-        num_semaphores = 1 + table.num_slots * (1 + gate_up_product.num_tiles)
+        num_semaphores = 1 + table.num_units * (1 + gate_up_product.num_tiles)
         semaphores = warps.open_semaphores(num_semaphores, index, config.num_blocks, threads, config.num_threads)
         arrivals = [fetching] * num_stages + [_WARPS * config.warpgroups] * num_stages
         warps.init_barriers(barriers, arrivals)
@@ -460,7 +386,7 @@ def int4_moe_kernel(
             num_features,
             index,
             warpgroup,
-            units[table.num_slots],
+            units[table.num_units],
             (x, gate_up, down, weight),
             outputs,
             ring,
@@ -482,8 +408,8 @@ def int4_moe_kernel(
             jax.ShapeDtypeStruct((P, gate_up_product.num_tiles, 2, half), f32),
             jax.ShapeDtypeStruct((P, num_terms, gate_up_product.num_tiles * half), bf16),
             jax.ShapeDtypeStruct((P, down_product.num_tiles, config.tile_rows), f32),
-            jax.ShapeDtypeStruct((config.num_blocks, unit_tokens, 2, half), f32),
-            jax.ShapeDtypeStruct((config.num_blocks, unit_tokens, config.tile_rows), f32),
+            jax.ShapeDtypeStruct((config.num_blocks, TOKENS, 2, half), f32),
+            jax.ShapeDtypeStruct((config.num_blocks, TOKENS, config.tile_rows), f32),
         ),
         grid=(config.num_blocks,),
         grid_names=("block",),

@@ -38,7 +38,6 @@ from ddtree_jax.pallas import warps
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS
 from ddtree_jax.pallas.int4_prefill_schedule import Schedule, prepare, scratch_bytes
 from ddtree_jax.pallas.int4_prefill_sum import sum_pairs
-from ddtree_jax.pallas.int4_unpack import SUBNORMAL_SCALE
 
 MAX_TOKENS = 4096
 HOPPER_SHARED_BYTES = 200_000
@@ -54,8 +53,7 @@ class Config:
     than the device's limit by what the compiler adds. ``warpgroups`` compute and one copies; registers are a thread's, all
     together no more than the kernel starts with (65,536 / threads, in eights). Products are started in groups of
     ``operands`` times 16 columns, and overlap across ``unroll`` stages: with more of both, registers do not suffice and the
-    compiler lets each product wait for the last. With ``reads_subnormals`` unpacking takes fewer instructions
-    (`int4_unpack`); not measured yet.
+    compiler lets each product wait for the last.
     """
 
     num_blocks: int = 132
@@ -66,7 +64,6 @@ class Config:
     warpgroups: int = 4
     compute_registers: int = 112
     copy_registers: int = 32
-    reads_subnormals: bool = False
 
     @property
     def blocks(self) -> int:
@@ -177,7 +174,6 @@ class _Product:
                     config.blocks,
                     config.operands,
                     config.unroll,
-                    config.reads_subnormals,
                 )
                 step = functools.partial(multiply, *scalars, sizes=sizes)
                 pl.when((count > smaller) & (count <= num_tokens))(step)
@@ -268,6 +264,5 @@ def int4_moe_prefill(
     schedule, permuted_TD = prepare(x_TD, expert_TX, gate_up_EMKmw.shape[0], config.num_blocks)
     hidden_PF = _multiply_gate_up(permuted_TD, gate_up_EMKmw, schedule, config)
     y_MPc = _multiply_down(hidden_PF, down_EMKmw, schedule, config)
-    scale = SUBNORMAL_SCALE if config.reads_subnormals else 1.0
-    y_TD = sum_pairs(y_MPc, expert_TX, weight_TX, down_EMKmw.shape[0], config.num_blocks, scale)
+    y_TD = sum_pairs(y_MPc, expert_TX, weight_TX, down_EMKmw.shape[0], config.num_blocks)
     return y_TD[:, : x_TD.shape[1]]

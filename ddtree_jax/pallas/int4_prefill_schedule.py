@@ -1,13 +1,13 @@
 """Units of the prefill kernels: which places hold which pairs of which expert, and permuted token rows.
 
-A pair is one token at one of its experts, pair ``t * X + x``. Pairs that have an expert here are sorted by it, in the order
-of tokens; their place is their rank. A unit is an expert and up to 64 of its places. Experts with larger units come first, so
-that blocks which take units in turn are busy equally long.
+A pair is one token at one of its experts, pair ``t * X + x``. Pairs that have an expert here are sorted by it; their place is
+their rank. A unit is an expert and up to 64 of its places. Experts with larger units come first, so that blocks which take
+units in turn are busy equally long. Which of an expert's places a pair gets is left to chance: its products are the same in
+all of them.
 
-One block sorts, the others permute token rows meanwhile. Each of 32 warps counts the experts of its share of pairs; sums over
-warps and experts make them first places; then the warps go through their pairs again::
+One block sorts, the others permute token rows meanwhile::
 
-    block 0       count ─► sum over warps ─► sum over experts ─► places of pairs, units
+    block 0       pairs an expert ─► sums over experts ─► units, places of pairs
     others        token rows, 16 bytes a thread
 """
 
@@ -28,8 +28,7 @@ from ddtree_jax.pallas.int4_prefill_steps import MAX_TOKENS
 
 _INT = jnp.int32
 _LANES = 32
-_WARPS = 32
-_THREADS = _WARPS * _LANES
+_THREADS = 1024
 
 
 class Schedule(NamedTuple):
@@ -49,32 +48,11 @@ def max_units(num_pairs: int, num_experts: int) -> int:
 
 def scratch_bytes(num_pairs: int, num_experts: int) -> int:
     """Of shared memory that `prepare` takes."""
-    return 4 * (num_pairs + (_WARPS + 3) * _whole_lanes(num_experts))
+    return 4 * (num_pairs + 3 * _whole_lanes(num_experts))
 
 
 def _whole_lanes(size: int) -> int:
     return _LANES * -(-size // _LANES)
-
-
-def build_schedule(expert_TX: Int32[Array, "T X"], num_experts: int) -> Schedule:
-    """What `prepare` makes, in plain JAX: as few units as can be, an expert's of one size but for its last."""
-    P = expert_TX.size
-    expert_P = expert_TX.reshape(P)
-    key_P = jnp.where((expert_P >= 0) & (expert_P < num_experts), expert_P, num_experts)
-    sorted_P, pair_P = lax.sort((key_P, jnp.arange(P, dtype=_INT)), num_keys=1, is_stable=True)
-    first_E = jnp.searchsorted(sorted_P, jnp.arange(num_experts + 1, dtype=_INT)).astype(_INT)
-    count_E = jnp.diff(first_E)
-    units_E = -(-count_E // MAX_TOKENS)
-    size_E = 8 * -(-count_E // jnp.maximum(8 * units_E, 1))
-    end_E = jnp.cumsum(units_E, dtype=_INT)
-    unit_U = jnp.arange(max_units(P, num_experts), dtype=_INT)
-    expert_U = jnp.searchsorted(end_E, unit_U, side="right").astype(_INT)
-    expert_U = jnp.minimum(expert_U, num_experts - 1)
-    start_U = (unit_U - (end_E - units_E)[expert_U]) * size_E[expert_U]
-    counted_U = jnp.clip(count_E[expert_U] - start_U, 0, size_E[expert_U])
-    unit_U3 = jnp.stack([expert_U, first_E[expert_U] + start_U, counted_U], axis=1)
-    unit_U3 = unit_U3[jnp.argsort(jnp.where(unit_U < end_E[-1], -size_E[expert_U], 1), stable=True)]
-    return Schedule(unit_U3, end_E[-1:], pair_P)
 
 
 def prepare(
@@ -113,7 +91,6 @@ def prepare(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         scratch_types=[
-            plgpu.SMEM((_WARPS * experts,), _INT),
             plgpu.SMEM((experts,), _INT),
             plgpu.SMEM((2 * experts,), _INT),
             plgpu.SMEM((P,), _INT),
@@ -131,10 +108,6 @@ def _word(pointer: ir.Value, index: ir.Value, space: int = w.SHARED) -> ir.Value
     return w.at(pointer, w.wide(offset) if space == w.GLOBAL else offset, space)
 
 
-def _popcount(value: ir.Value) -> ir.Value:
-    return mgpu.utils.inline_ptx("popc.b32 $0, $1;", value, result_types=w.i32())
-
-
 def _strided(size: int, function: Any) -> None:
     """Calls ``function(index)`` for all indices below ``size``, spread over the threads."""
     for turn in range(-(-size // _THREADS)):
@@ -148,7 +121,6 @@ def _sort(
     unit: Any,
     num_units: Any,
     pair: Any,
-    count_s: Any,
     total_s: Any,
     first_s: Any,
     pair_s: Any,
@@ -156,81 +128,35 @@ def _sort(
     num_pairs: int,
     num_experts: int,
 ) -> None:
-    """Fills the schedule. ``count_s``: a row a warp, number of pairs; ``first_s``: first places, first units."""
-    turns = -(-num_pairs // _THREADS)
+    """Fills the schedule. ``total_s``: pairs an expert; ``first_s``: an expert's next place, then its first unit."""
     experts = _whole_lanes(num_experts)
 
-    @w.inline(8, 0)
-    def call(expert, unit, num_units, pair, count_s, total_s, first_s, pair_s) -> None:
-        lane = arith.andi(w.thread(), w.i32(_LANES - 1))
-        warp = arith.shrui(w.thread(), w.i32(5))
-        counts, totals, firsts, pairs = map(w.pointer, (count_s, total_s, first_s, pair_s))
-        own = w.at(counts, w.scaled(warp, 4 * experts), w.SHARED)
+    @w.inline(7, 0)
+    def call(expert, unit, num_units, pair, total_s, first_s, pair_s) -> None:
+        totals, firsts, pairs = map(w.pointer, (total_s, first_s, pair_s))
         units_first = w.at(firsts, w.i32(4 * experts), w.SHARED)
-
-        def each_turn(use: Any) -> None:
-            """Calls ``use(index, expert or -1, whether it is an expert here)`` for the warp's pairs, in order."""
-
-            @mgpu.utils.fori(w.i32(turns), [])
-            def _(turn: ir.Value, carry: list) -> list:
-                index = w.add(w.scaled(w.add(w.scaled(warp, turns), turn), _LANES), lane)
-                inside = arith.minsi(index, w.i32(num_pairs - 1))
-                chosen = llvm.load(w.i32(), _word(w.gmem(expert), inside, w.GLOBAL))
-                is_local = arith.andi(
-                    _less(index, num_pairs), arith.cmpi(arith.CmpIPredicate.ult, chosen, w.i32(num_experts))
-                )
-                chosen = arith.select(is_local, chosen, w.i32(-1))
-                use(index, chosen, is_local)
-                return carry
-
-        def count_pair(index: ir.Value, chosen: ir.Value, is_local: ir.Value) -> None:
-            del index
-            mgpu.utils.inline_ptx(
-                "red.shared.add.u32 [$0], 1;", _word(own, chosen), predicate=is_local, has_side_effects=True
-            )
-
-        _strided(_WARPS * experts, lambda index: llvm.store(w.i32(0), _word(counts, index)))
-        gpu.barrier()
-        each_turn(count_pair)
+        indices = [arith.addi(w.thread(), w.i32(start)) for start in range(0, num_pairs, _THREADS)]
+        # All at once: they come from device memory.
+        chosen = [
+            llvm.load(w.i32(), _word(w.gmem(expert), arith.minsi(index, w.i32(num_pairs - 1)), w.GLOBAL))
+            for index in indices
+        ]
+        _strided(experts, lambda index: llvm.store(w.i32(0), _word(totals, index)))
         gpu.barrier()
 
-        def sum_warps(index: ir.Value) -> None:
-            places = [_word(counts, arith.addi(index, w.i32(other * experts))) for other in range(_WARPS)]
-            total = w.i32(0)
-            for place, count in [(place, llvm.load(w.i32(), place)) for place in places]:
-                llvm.store(total, place)
-                total = arith.addi(total, count)
-            llvm.store(total, _word(totals, index))
+        def each_local_pair(use: Any) -> None:
+            for index, number in zip(indices, chosen, strict=True):
+                is_local = arith.cmpi(arith.CmpIPredicate.ult, number, w.i32(num_experts))
+                with mgpu.utils.when(arith.andi(is_local, _less(index, num_pairs))):
+                    use(index, number)
 
-        _strided(experts, sum_warps)
+        each_local_pair(lambda _, number: _count_up(_word(totals, number)))
         gpu.barrier()
         with mgpu.utils.when(_less(w.thread(), _LANES)):
-            total = _sum_experts(lane, totals, firsts, units_first, experts // _LANES)
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, w.i32(_LANES - 1))):
+            total = _sum_experts(w.thread(), totals, firsts, units_first, experts // _LANES)
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, w.thread(), w.i32(_LANES - 1))):
                 llvm.store(total, w.gmem(num_units))
         gpu.barrier()
-
-        def write_pair(index: ir.Value, chosen: ir.Value, is_local: ir.Value) -> None:
-            same = _find_same(chosen, experts.bit_length())
-            before = _popcount(arith.andi(same, arith.subi(arith.shli(w.i32(1), lane), w.i32(1))))
-            count = _word(own, arith.maxsi(chosen, w.i32(0)))
-            seen = llvm.load(w.i32(), count)
-            mgpu.utils.warp_barrier()
-            is_first = arith.cmpi(arith.CmpIPredicate.eq, before, w.i32(0))
-            with mgpu.utils.when(arith.andi(is_first, is_local)):
-                llvm.store(arith.addi(seen, _popcount(same)), count)
-            mgpu.utils.warp_barrier()
-            with mgpu.utils.when(is_local):
-                place = w.add(llvm.load(w.i32(), _word(firsts, chosen)), seen, before)
-                llvm.store(index, _word(pairs, place))
-
-        each_turn(write_pair)
-        gpu.barrier()
-
-        def copy_pair(index: ir.Value) -> None:
-            llvm.store(llvm.load(w.i32(), _word(pairs, index)), _word(w.gmem(pair), index, w.GLOBAL))
-
-        _strided(num_pairs, copy_pair)
 
         def write_units(index: ir.Value) -> None:
             count = llvm.load(w.i32(), _word(totals, index))
@@ -248,25 +174,23 @@ def _sort(
                 return carry
 
         _strided(num_experts, write_units)
+        gpu.barrier()
+        each_local_pair(lambda index, number: llvm.store(index, _word(pairs, _count_up(_word(firsts, number)))))
+        gpu.barrier()
 
-    call(expert, unit, num_units, pair, count_s, total_s, first_s, pair_s)
+        def copy_pair(index: ir.Value) -> None:
+            llvm.store(llvm.load(w.i32(), _word(pairs, index)), _word(w.gmem(pair), index, w.GLOBAL))
+
+        _strided(num_pairs, copy_pair)
+
+    call(expert, unit, num_units, pair, total_s, first_s, pair_s)
 
 
-def _find_same(value: ir.Value, bits: int) -> ir.Value:
-    """Lanes of the warp that hold the same value, bit by bit: ``match.any`` takes longer the more values there are."""
-    same = w.i32(-1)
-    for bit in range(bits):
-        own = arith.shrui(arith.shli(value, w.i32(31 - bit)), w.i32(31))
-        ballot = mgpu.utils.inline_ptx(
-            "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
-            own,
-            result_types=w.i32(),
-            has_side_effects=True,
-            convergent=True,
-        )
-        # All ones where the own bit is 0, so that the exclusive or leaves the lanes that agree.
-        same = arith.andi(same, arith.xori(ballot, arith.subi(own, w.i32(1))))
-    return same
+def _count_up(counter: ir.Value) -> ir.Value:
+    """Adds 1 to a word of shared memory; returns what was there."""
+    return mgpu.utils.inline_ptx(
+        "atom.shared.add.u32 $0, [$1], 1;", counter, result_types=w.i32(), has_side_effects=True
+    )
 
 
 def _unit_size(count: ir.Value) -> tuple[ir.Value, ir.Value]:

@@ -25,7 +25,7 @@ from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS, WEIGHT_WORDS
 from ddtree_jax.pallas.int4_prefill_words import narrow, sync_warpgroup
 from ddtree_jax.pallas.int4_steps import sigmoid
-from ddtree_jax.pallas.int4_unpack import SUBNORMAL_SCALE, expand_pair, widen_scales
+from ddtree_jax.pallas.int4_unpack import WEIGHT_SCALE, expand_pair, widen_scales
 
 TILE_BLOCKS = 8
 TILE_ROWS = TILE_BLOCKS * BLOCK_ROWS
@@ -43,8 +43,7 @@ _OPERANDS = BLOCK_COLUMNS // 16
 class Sizes(NamedTuple):
     """What code for a unit is made for: stages a unit, places for tokens, stages of the ring, blocks a warpgroup.
 
-    Products are started in groups of ``operands`` times 16 columns, and overlap across ``unroll`` stages. How nibbles become
-    weights: see `int4_unpack`.
+    Products are started in groups of ``operands`` times 16 columns, and overlap across ``unroll`` stages.
     """
 
     num_columns: int
@@ -53,7 +52,6 @@ class Sizes(NamedTuple):
     blocks: int
     operands: int
     unroll: int
-    reads_subnormals: bool
 
 
 def permute_columns(x: jax.Array) -> jax.Array:
@@ -188,12 +186,10 @@ def _start_products(
     return [llvm.extractvalue(w.f32(), result, [i]) for i in range(count)]
 
 
-def _dequantize(
-    words: Sequence[ir.Value], scales: Sequence[ir.Value], reads_subnormals: bool
-) -> Iterator[list[ir.Value]]:
+def _dequantize(words: Sequence[ir.Value], scales: Sequence[ir.Value]) -> Iterator[list[ir.Value]]:
     """The four register operands, of 16 columns each, that a thread's part of a block stands for."""
     for q in range(2):
-        widened = widen_scales(scales[q], reads_subnormals)
+        widened = widen_scales(scales[q])
         for pairs in ((0, 1), (2, 3)):
             yield [expand_pair(words[2 * q + h], i, widened, h) for i in pairs for h in range(2)]
 
@@ -236,7 +232,7 @@ def _multiply(
             descriptor = _describe_tokens(place)
             following = _load_block(place, offsets, 0)
             for m in range(sizes.blocks):
-                operands = _dequantize(*following, sizes.reads_subnormals)
+                operands = _dequantize(*following)
                 if m + 1 < sizes.blocks:
                     following = _load_block(place, offsets, m + 1)
                 own = slice(m * per_block, (m + 1) * per_block)
@@ -321,9 +317,8 @@ def multiply_gate_up(
     def call(ring, barriers, staging, hidden, done, first, count, tile, warpgroup) -> None:
         width = ir.MemRefType(hidden.type).shape[1]
         sums = _multiply(ring, barriers, done, warpgroup, sizes)
-        if sizes.reads_subnormals:
-            scale = arith.constant(w.f32(), SUBNORMAL_SCALE)
-            sums = [[arith.mulf(total, scale) for total in block] for block in sums]
+        scale = arith.constant(w.f32(), WEIGHT_SCALE)
+        sums = [[arith.mulf(total, scale) for total in block] for block in sums]
         features = sizes.blocks * BLOCK_ROWS // 2
         pitch = 2 * features + _PAD_BYTES
         base = w.at(w.pointer(staging), w.scaled(warpgroup, staging_bytes(features)), w.SHARED)
@@ -367,7 +362,7 @@ def multiply_down(
 ) -> None:
     """Starts to write a unit's product to ``y`` [slices, pairs, 512]: the pair of place p is ``pair_table[p]``.
 
-    Weights read as subnormals leave it smaller, `SUBNORMAL_SCALE` times.
+    It is `WEIGHT_SCALE` times smaller, as the weights are.
     Scalars: stages used before, first place, number of tokens, tile of 512 rows (the slice), warpgroup.
     """
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, BFloat16, Float, Int32
 
 from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.int4_prefill_words import narrow
+from ddtree_jax.pallas.int4_unpack import WEIGHT_SCALE
 
 _TOKENS_AT_ONCE = 2
 _WARPGROUPS = 8
@@ -28,9 +29,8 @@ def sum_pairs(
     weight_TX: Float[Array, "T X"],
     num_experts: int,
     num_blocks: int,
-    scale: float = 1.0,
 ) -> BFloat16[Array, "T D"]:
-    """Rows of tokens from slices ``y_MPc`` of their pairs' rows, ``scale`` times them.
+    """Rows of tokens from slices ``y_MPc`` of their pairs' rows, which are `WEIGHT_SCALE` times smaller.
 
     What pairs without an expert here hold is left out.
     """
@@ -45,7 +45,7 @@ def sum_pairs(
         def _() -> None:
             tile, first = lax.rem(worker, jnp.int32(num_slices)), worker // num_slices
             sizes = {"num_experts": num_experts, "num_workers": workers}
-            _sum_slice(y, expert, weight, out, tile, first, scale=scale, **sizes)
+            _sum_slice(y, expert, weight, out, tile, first, **sizes)
 
     return plgpu.kernel(
         body,
@@ -62,11 +62,9 @@ def sum_pairs(
 
 
 def _sum_slice(
-    y: Any, expert: Any, weight: Any, out: Any, *scalars: jax.Array, num_experts: int, num_workers: int, scale: float
+    y: Any, expert: Any, weight: Any, out: Any, *scalars: jax.Array, num_experts: int, num_workers: int
 ) -> None:
     """Adds up the pairs of every ``num_workers``-th token, weighted, in their order, in float32, for 512 columns.
-
-    ``scale`` is a power of 2, so that nothing is rounded where it is multiplied.
 
     Scalars: slice of ``y`` [slices, pairs, 512], first token. Pairs without an expert here are left out.
     """
@@ -99,8 +97,8 @@ def _sum_slice(
                     factor = llvm.load(w.f32(), w.at(w.gmem(weight), at, w.GLOBAL))
                     # The router's weight of another shard's expert may be anything.
                     factor = arith.select(is_local, factor, arith.constant(w.f32(), 0.0))
-                    if scale != 1:
-                        factor = arith.mulf(factor, arith.constant(w.f32(), scale))
+                    # A power of 2: nothing is rounded.
+                    factor = arith.mulf(factor, arith.constant(w.f32(), WEIGHT_SCALE))
                     loaded.append((words, factor))
             for i, token in enumerate(tokens):
                 total = [arith.constant(w.f32(), 0.0)] * 4

@@ -1,9 +1,8 @@
 """Which expert's weights meet which tokens: the schedule of the INT4 kernel, made by every block for itself.
 
-A pair is one token at one of its experts, pair ``t * X + x``. A unit is an expert and up to ``unit_tokens`` of its pairs, a
-multiple of 8; a pair's place is ``unit_tokens * unit + n``. Every 8 pairs of a unit, and the rest, make a slot, which is as
-many as one product takes. Units and slots stand in the order of experts. Pairs whose expert is not among the local ones
-(another shard's, or a padding row's) are in no unit and cost nothing.
+A pair is one token at one of its experts, pair ``t * X + x``. A unit is an expert and up to 8 of its pairs, as many as one
+product takes; a pair's place is ``8 * unit + n``. Units stand in the order of experts. Pairs whose expert is not among the
+local ones (another shard's, or a padding row's) are in no unit and cost nothing.
 """
 
 from dataclasses import dataclass
@@ -18,67 +17,29 @@ from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.int4_steps import TOKENS
 
 _LANES = 32
-_FIRST_UNIT_SHIFT = 16
-"""Where units have several slots, an expert's first slot and first unit share a word."""
+_EXPERT_SHIFT = TOKENS.bit_length()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTable:
-    """Sizes of the tables, and what a unit's entry holds: number of pairs, first slot if it may be another number, expert."""
+    """Sizes of the tables, and what a unit's entry holds: number of pairs, expert."""
 
     num_pairs: int
     num_experts: int
-    unit_tokens: int
 
     @property
-    def num_slots(self) -> int:
+    def num_units(self) -> int:
         """At most: every expert may have one that is not full."""
         return min(self.num_pairs, self.num_experts + self.num_pairs // TOKENS)
 
     @property
     def num_words(self) -> tuple[int, int, int]:
         """Of ``units``, ``pairs``, ``places``."""
-        return self.num_slots + 1, TOKENS * self.num_slots, self.num_pairs
+        return self.num_units + 1, TOKENS * self.num_units, self.num_pairs
 
-    @property
-    def has_slots(self) -> bool:
-        """Whether a unit may have several."""
-        return self.unit_tokens > TOKENS
-
-    @property
-    def slot_shift(self) -> int:
-        return self.unit_tokens.bit_length()
-
-    @property
-    def expert_shift(self) -> int:
-        return self.slot_shift + (self.num_slots.bit_length() if self.has_slots else 0)
-
-    def split(self, entry: Array, unit: Array) -> tuple[Array, Array, Array]:
-        """Expert, first slot, number of pairs."""
-        count = entry & ((1 << self.slot_shift) - 1)
-        if not self.has_slots:
-            return entry >> self.expert_shift, unit, count
-        slot = (entry >> self.slot_shift) & ((1 << (self.expert_shift - self.slot_shift)) - 1)
-        return entry >> self.expert_shift, slot, count
-
-    def join(self, expert: ir.Value, slot: ir.Value, count: ir.Value) -> ir.Value:
-        entry = arith.addi(w.scaled(expert, 1 << self.expert_shift), count)
-        return arith.addi(entry, w.scaled(slot, 1 << self.slot_shift)) if self.has_slots else entry
-
-    def load_firsts(self, first_s: ir.Value, expert: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """An expert's first slot and first unit."""
-        first = llvm.load(w.i32(), _word(first_s, expert))
-        if not self.has_slots:
-            return first, first
-        return arith.andi(first, w.i32((1 << _FIRST_UNIT_SHIFT) - 1)), arith.shrui(first, w.i32(_FIRST_UNIT_SHIFT))
-
-    def count_slots(self, count: ir.Value) -> ir.Value:
-        """Of an expert with ``count`` pairs; the number of its units as well, as in the words of first ones."""
-        slots = arith.shrui(arith.addi(count, w.i32(TOKENS - 1)), w.i32(3))
-        if not self.has_slots:
-            return slots
-        units = arith.divui(arith.addi(count, w.i32(self.unit_tokens - 1)), w.i32(self.unit_tokens))
-        return arith.addi(slots, arith.shli(units, w.i32(_FIRST_UNIT_SHIFT)))
+    def split(self, entry: Array) -> tuple[Array, Array]:
+        """Expert, number of pairs."""
+        return entry >> _EXPERT_SHIFT, entry & ((1 << _EXPERT_SHIFT) - 1)
 
 
 def scratch_words(num_pairs: int, num_experts: int) -> int:
@@ -102,8 +63,8 @@ def build_schedule(
 ) -> None:
     """Fills the tables in shared memory; all threads of the block take part and wait for each other.
 
-    ``units``: entries of the table, last the number of units. ``pairs``: the slots' pairs, -1 behind them. ``places``: -1 for
-    no unit.
+    ``units``: entries of the table, last the number of units. ``pairs``: 8 a unit, -1 behind its own. ``places``: -1 for no
+    unit.
     """
     num_pairs, num_experts = table.num_pairs, table.num_experts
 
@@ -126,31 +87,28 @@ def build_schedule(
             with mgpu.utils.when(_less(index, num_pairs)):
                 llvm.store(expert, _word(expert_s, index))
         fill(count_s, _whole(num_experts), 0)
-        fill(w.pointer(pairs), TOKENS * table.num_slots, -1)
+        fill(w.pointer(pairs), TOKENS * table.num_units, -1)
         gpu.barrier()
         ranks = [_count_up(count_s, expert) for expert in experts]
         gpu.barrier()
         with mgpu.utils.when(_less(thread, _LANES)):
-            total = _find_firsts(thread, count_s, first_s, _whole(num_experts) // _LANES, table)
-            if table.has_slots:
-                total = arith.shrui(total, w.i32(_FIRST_UNIT_SHIFT))
+            total = _find_firsts(thread, count_s, first_s, _whole(num_experts) // _LANES)
             with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread, w.i32(_LANES - 1))):
-                llvm.store(total, _word(w.pointer(units), w.i32(table.num_slots)))
+                llvm.store(total, _word(w.pointer(units), w.i32(table.num_units)))
         gpu.barrier()
         pairs_s = w.pointer(pairs)
         for index, expert, rank in zip(indices, experts, ranks, strict=True):
-            with mgpu.utils.when(_has_one_slot(expert, count_s)):
-                first_slot, _ = table.load_firsts(first_s, expert)
-                llvm.store(index, _word(pairs_s, arith.addi(w.scaled(first_slot, TOKENS), rank)))
+            with mgpu.utils.when(_has_one_unit(expert, count_s)):
+                first_unit = llvm.load(w.i32(), _word(first_s, expert))
+                llvm.store(index, _word(pairs_s, arith.addi(w.scaled(first_unit, TOKENS), rank)))
         gpu.barrier()
         ranks = [
-            _put_in_order(*pair, expert_s, count_s, first_s, pairs_s, table)
-            for pair in zip(indices, experts, strict=True)
+            _put_in_order(*pair, expert_s, count_s, first_s, pairs_s) for pair in zip(indices, experts, strict=True)
         ]
         gpu.barrier()
         for index, expert, rank in zip(indices, experts, ranks, strict=True):
             with mgpu.utils.when(_less(index, num_pairs)):
-                _place(index, expert, rank, count_s, first_s, *map(w.pointer, (units, pairs, places)), table)
+                _place(index, expert, rank, count_s, first_s, *map(w.pointer, (units, pairs, places)))
         # The scratch memory becomes the ring, which the copy engine writes.
         if w.has_copy_engine():
             mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
@@ -179,7 +137,7 @@ def _count_up(count_s: ir.Value, expert: ir.Value) -> ir.Value:
     )
 
 
-def _has_one_slot(expert: ir.Value, count_s: ir.Value) -> ir.Value:
+def _has_one_unit(expert: ir.Value, count_s: ir.Value) -> ir.Value:
     """False also for an expert that is none of ours."""
     count = llvm.load(w.i32(), _word(count_s, arith.maxsi(expert, w.i32(0))))
     is_local = arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0))
@@ -193,25 +151,24 @@ def _put_in_order(
     count_s: ir.Value,
     first_s: ir.Value,
     pairs_s: ir.Value,
-    table: UnitTable,
 ) -> ir.Value:
     """The pair's rank among its expert's, in the order of pairs: the same in all blocks, which were counted up by chance.
 
-    The only slot of an expert holds its pairs already. Those of an expert with several are looked for.
+    The only unit of an expert holds its pairs already. Those of an expert with several are looked for.
     """
-    has_one_slot = _has_one_slot(expert, count_s)
+    has_one_unit = _has_one_unit(expert, count_s)
     is_local = arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0))
     known = arith.maxsi(expert, w.i32(0))
-    slot = arith.select(has_one_slot, table.load_firsts(first_s, known)[0], w.i32(0))
+    unit = arith.select(has_one_unit, llvm.load(w.i32(), _word(first_s, known)), w.i32(0))
     rank = w.i32(0)
     for start in range(0, TOKENS, 4):
-        others = w.load(w.i32(), _word(pairs_s, arith.addi(w.scaled(slot, TOKENS), w.i32(start))), 4)
+        others = w.load(w.i32(), _word(pairs_s, arith.addi(w.scaled(unit, TOKENS), w.i32(start))), 4)
         for other in others:
             # Free places hold -1, the largest of unsigned numbers.
             is_earlier = arith.cmpi(arith.CmpIPredicate.ult, other, index)
             rank = arith.addi(rank, arith.extui(w.i32(), is_earlier))
 
-    has_several = arith.andi(is_local, arith.cmpi(arith.CmpIPredicate.eq, has_one_slot, _false()))
+    has_several = arith.andi(is_local, arith.cmpi(arith.CmpIPredicate.eq, has_one_unit, _false()))
 
     @mgpu.utils.fori(arith.select(has_several, index, w.i32(0)), [w.i32(0)])
     def earlier(other: ir.Value, carry: list) -> list:
@@ -235,32 +192,28 @@ def _place(
     units: ir.Value,
     pairs: ir.Value,
     places: ir.Value,
-    table: UnitTable,
 ) -> None:
-    """Writes a pair's place, the pair to its slot, and the unit's entry if it is the unit's first."""
+    """Writes a pair's place, the pair to it, and the unit's entry if it is the unit's first."""
     is_local = arith.cmpi(arith.CmpIPredicate.sge, expert, w.i32(0))
     known = arith.maxsi(expert, w.i32(0))
     count = llvm.load(w.i32(), _word(count_s, known))
-    first_slot, first_unit = table.load_firsts(first_s, known)
-    turn = arith.divui(rank, w.i32(table.unit_tokens))
-    n = arith.subi(rank, w.scaled(turn, table.unit_tokens))
-    unit = arith.addi(first_unit, turn)
-    place = arith.addi(w.scaled(unit, table.unit_tokens), n)
+    first_unit = llvm.load(w.i32(), _word(first_s, known))
+    place = arith.addi(w.scaled(first_unit, TOKENS), rank)
     llvm.store(arith.select(is_local, place, w.i32(-1)), _word(places, index))
     with mgpu.utils.when(is_local):
-        llvm.store(index, _word(pairs, arith.addi(w.scaled(first_slot, TOKENS), rank)))
-        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, n, w.i32(0))):
-            size = arith.minsi(arith.subi(count, rank), w.i32(table.unit_tokens))
-            slot = arith.addi(first_slot, w.scaled(turn, table.unit_tokens // TOKENS))
-            llvm.store(table.join(expert, slot, size), _word(units, unit))
+        llvm.store(index, _word(pairs, place))
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, arith.andi(rank, w.i32(TOKENS - 1)), w.i32(0))):
+            size = arith.minsi(arith.subi(count, rank), w.i32(TOKENS))
+            entry = arith.addi(w.scaled(expert, 1 << _EXPERT_SHIFT), size)
+            llvm.store(entry, _word(units, arith.shrui(place, w.i32(TOKENS.bit_length() - 1))))
 
 
-def _find_firsts(lane: ir.Value, count_s: ir.Value, first_s: ir.Value, run: int, table: UnitTable) -> ir.Value:
-    """Writes every expert's first slot and unit; returns the numbers of both up to the lane's ``run`` of experts."""
+def _find_firsts(lane: ir.Value, count_s: ir.Value, first_s: ir.Value, run: int) -> ir.Value:
+    """Writes every expert's first unit; returns the number of units up to the lane's ``run`` of experts."""
     begin = w.scaled(lane, run)
     counts = [llvm.load(w.i32(), _word(count_s, arith.addi(begin, w.i32(i)))) for i in range(run)]
-    slots = [table.count_slots(count) for count in counts]
-    own = w.add(*slots)
+    units = [arith.shrui(arith.addi(count, w.i32(TOKENS - 1)), w.i32(3)) for count in counts]
+    own = w.add(*units)
     total = own
     for distance in (1, 2, 4, 8, 16):
         other = nvvm.shfl_sync(w.i32(-1), total, w.i32(distance), w.i32(0), nvvm.ShflKind.up)
@@ -269,7 +222,7 @@ def _find_firsts(lane: ir.Value, count_s: ir.Value, first_s: ir.Value, run: int,
     first = arith.subi(total, own)
     for i in range(run):
         llvm.store(first, _word(first_s, arith.addi(begin, w.i32(i))))
-        first = arith.addi(first, slots[i])
+        first = arith.addi(first, units[i])
     return total
 
 

@@ -18,10 +18,6 @@ class Config:
     Hidden rows of up to ``split_columns`` are kept as two terms: with few, the rounding of one may make most of the error.
     ``shared_bytes`` of shared memory a block, less than the device's limit by what the compiler adds. Without bulk copies
     the kernel also runs on devices before Hopper.
-
-    Not measured yet: an expert's weights are read once for each ``unit_tokens`` of its tokens, a multiple of 8, or fewer
-    where so many would cost a stage of the ring, or hidden rows have two terms; with ``reads_subnormals`` unpacking takes
-    fewer instructions (`int4_unpack`).
     """
 
     num_blocks: int = 132
@@ -33,8 +29,6 @@ class Config:
     split_columns: int = 128
     combine_unroll: int = 16
     has_bulk_copies: bool = True
-    unit_tokens: int = 8
-    reads_subnormals: bool = False
 
     @property
     def tile_blocks(self) -> int:

@@ -3,11 +3,8 @@
 ::
 
     copy engine   blocks and tokens ──► stage of the ring
-    a warp        64 rows of it: words ──► 128 + nibble in bfloat16 ──► x scale ──► mma with the tokens ──► float32 sums
+    a warp        64 rows of it: words ──► bfloat16 weights ──► mma with the tokens ──► float32 sums
     a tile's end  sums ──► hidden rows, or partial sums of a tile that blocks share
-
-That is the default. Off by default, not measured: steps of up to 64 tokens, for all of which weights are unpacked once
-(``unit_tokens``), and nibbles that are read as subnormals (``reads_subnormals``).
 """
 
 import itertools
@@ -31,9 +28,9 @@ ACCUMULATOR = plgpu.Layout.MMA_ACC(jnp.bfloat16)
 _GROUPS = BLOCK_COLUMNS // 32
 
 
-def stage_bytes(tile_blocks: int, step_blocks: int, num_tokens: int) -> int:
-    """Of a ring's stage: a step's blocks, then up to ``num_tokens`` tokens."""
-    return tile_blocks * step_blocks * BLOCK_WORDS * 4 + num_tokens * token_stride(step_blocks * BLOCK_COLUMNS)
+def stage_bytes(tile_blocks: int, step_blocks: int) -> int:
+    """Of a ring's stage: a step's blocks, then up to 8 tokens."""
+    return tile_blocks * step_blocks * BLOCK_WORDS * 4 + TOKENS * token_stride(step_blocks * BLOCK_COLUMNS)
 
 
 def token_stride(num_columns: int) -> int:
@@ -62,20 +59,19 @@ def fetch_step(
     step_blocks: int,
     tile_blocks: int,
     num_stages: int,
-    unit_tokens: int,
-    per_row: int,
+    per_token: int,
     has_bulk_copies: bool,
 ) -> None:
     """A warp waits until a stage is free and starts a step's copies to it: a run of blocks a group, and tokens.
 
-    Scalars: expert, group, block column, stage, parity, slot, number of tokens (0: none are copied). ``per_row`` pairs
-    share a row of ``tokens``. With bulk copies one thread starts them all; without, every thread copies 16 bytes at a time.
+    Scalars: expert, group, block column, stage, parity, unit, number of tokens (0: none are copied). With bulk copies one
+    thread starts them all; without, every thread copies 16 bytes at a time.
     """
 
     @w.inline(5, 7)
-    def call(blocks, ring, barriers, tokens, pairs, expert, row, column, stage, parity, slot, count) -> None:
+    def call(blocks, ring, barriers, tokens, pairs, expert, row, column, stage, parity, unit, count) -> None:
         _, num_groups, num_columns, group, _ = ir.MemRefType(blocks.type).shape
-        width = ir.MemRefType(tokens.type).shape[-1]
+        width = ir.MemRefType(tokens.type).shape[1]
         block_bytes = BLOCK_WORDS * 4
         first = arith.muli(w.wide(w.add(w.scaled(expert, num_groups), row)), w.i64(num_columns))
         offset = arith.muli(arith.addi(first, w.wide(column)), w.i64(group * block_bytes))
@@ -87,13 +83,12 @@ def fetch_step(
             tokens=w.at(w.gmem(tokens), w.wide(w.scaled(column, 2 * BLOCK_COLUMNS)), w.GLOBAL),
             token_stride=2 * width,
         )
-        place = w.at(w.pointer(ring), w.scaled(stage, stage_bytes(tile_blocks, step_blocks, unit_tokens)), w.SHARED)
+        place = w.at(w.pointer(ring), w.scaled(stage, stage_bytes(tile_blocks, step_blocks)), w.SHARED)
         free = arith.addi(stage, w.i32(num_stages))
         full = w.barrier(barriers, stage)
 
         def token_row(n: ir.Value) -> ir.Value:
-            pair = _pair(pairs, slot, n)
-            token = arith.divui(pair, w.i32(per_row)) if per_row > 1 else pair
+            token = arith.divui(_pair(pairs, unit, n), w.i32(per_token))
             return w.at(source.tokens, w.wide(w.scaled(token, source.token_stride)), w.GLOBAL)
 
         copy = _copy_bulk if has_bulk_copies else _copy_by_thread
@@ -101,8 +96,7 @@ def fetch_step(
         is_active = arith.cmpi(arith.CmpIPredicate.slt, lane, w.i32(1 if has_bulk_copies else 32))
         with mgpu.utils.when(is_active):
             w.wait(barriers, free, parity)
-            sizes = {"step_blocks": step_blocks, "tile_blocks": tile_blocks, "unit_tokens": unit_tokens}
-            copy(source, place, full, lane, count, token_row, **sizes)
+            copy(source, place, full, lane, count, token_row, step_blocks=step_blocks, tile_blocks=tile_blocks)
 
     call(blocks, ring, barriers, tokens, pairs, *scalars)
 
@@ -117,7 +111,6 @@ def _copy_bulk(
     *,
     step_blocks: int,
     tile_blocks: int,
-    unit_tokens: int,
 ) -> None:
     """One arrival at ``full``, and the copies' bytes."""
     del lane
@@ -152,7 +145,7 @@ def _copy_bulk(
         to = w.at(place, _token_place(n, tile_blocks, step_blocks), w.SHARED)
         copy(to, token_row(n), token_bytes, arith.cmpi(arith.CmpIPredicate.slt, n, count))
 
-    _each_token(count, copy_token, unit_tokens)
+    _each_token(count, copy_token)
 
 
 def _copy_by_thread(
@@ -165,7 +158,6 @@ def _copy_by_thread(
     *,
     step_blocks: int,
     tile_blocks: int,
-    unit_tokens: int,
 ) -> None:
     """Each of the 32 threads arrives at ``full`` when its copies are done."""
     token_bytes = 2 * step_blocks * BLOCK_COLUMNS
@@ -190,21 +182,15 @@ def _copy_by_thread(
     def copy_token(n: ir.Value) -> None:
         copy(w.at(place, _token_place(n, tile_blocks, step_blocks), w.SHARED), token_row(n), token_bytes, 0)
 
-    _each_token(count, copy_token, unit_tokens)
+    _each_token(count, copy_token)
     mgpu.utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", full, has_side_effects=True)
 
 
-def _each_token(count: ir.Value, function: Callable[[ir.Value], None], unit_tokens: int) -> None:
-    """Calls ``function(n)`` for n below ``count``: code of its own for each of the first 8, a loop for more."""
+def _each_token(count: ir.Value, function: Callable[[ir.Value], None]) -> None:
+    """Calls ``function(n)`` for n below ``count``."""
     for n in range(TOKENS):
         with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, w.i32(n), count)):
             function(w.i32(n))
-    if unit_tokens > TOKENS:
-
-        @mgpu.utils.fori(arith.maxsi(arith.subi(count, w.i32(TOKENS)), w.i32(0)), [])
-        def _(turn: ir.Value, carry: list) -> list:
-            function(arith.addi(turn, w.i32(TOKENS)))
-            return carry
 
 
 def _token_place(n: ir.Value, tile_blocks: int, step_blocks: int) -> ir.Value:
@@ -232,22 +218,19 @@ def multiply_step(
     step_blocks: int,
     warpgroup_blocks: int,
     tile_blocks: int,
-    unit_tokens: int,
     group: int,
     stride: int,
     term_bytes: Sequence[int],
-    reads_subnormals: bool,
 ) -> jax.Array:
-    """Adds a step's product with the tokens to the warpgroup's sums [64 * warpgroup_blocks, 8 * slots].
+    """Adds a step's product with the tokens to the warpgroup's sums [64 * warpgroup_blocks, 8].
 
     Scalars: stage, warpgroup, where the first token's columns begin in ``tokens``, in bytes, and how many tokens there
     are. ``stride`` bytes from a token to the next; its terms, to be added, ``term_bytes`` behind its beginning. Places
     without a token repeat the first.
 
-    The weights are those that `quant.dequantize` defines, bit for bit, or 2^-32 times them (see `int4_unpack`). Scaling a
+    The weights are those that `quant.dequantize` defines, bit for bit, times 2^-32 (see `int4_unpack`). Scaling a
     group's sum in float32 instead takes fewer instructions, gained 2 % at 64 tokens, and computes other weights.
     """
-    num_slots = sums.shape[1] // TOKENS
 
     @w.inline(2, 4, (ACCUMULATOR,), plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=ACCUMULATOR))
     def call(ring, tokens, stage, warpgroup, start, count, sums) -> mgpu.FragmentedArray:
@@ -258,68 +241,44 @@ def multiply_step(
         sharing = w.i32(max(1, group // warpgroup_blocks))
         in_group = w.scaled(arith.remui(warpgroup, sharing), warpgroup_blocks)
         groups = w.scaled(arith.divui(warpgroup, sharing), max(group, warpgroup_blocks) * step_blocks)
-        stage_at = w.scaled(stage, stage_bytes(tile_blocks, step_blocks, unit_tokens))
+        stage_at = w.scaled(stage, stage_bytes(tile_blocks, step_blocks))
         place = w.at(w.pointer(ring), w.add(stage_at, w.scaled(w.add(in_group, groups), block)), w.SHARED)
         words_at = w.at(place, w.add(w.scaled(w.warp(), 512), w.scaled(lane, 16)), w.SHARED)
         scales_at = w.at(place, w.add(w.scaled(w.warp(), 64), w.scaled(r, 8), w.i32(4 * WEIGHT_WORDS)), w.SHARED)
-        # Of several slots, what stands in places without a token is multiplied, too; nobody reads the result.
-        is_token = arith.cmpi(arith.CmpIPredicate.slt, r, count)
-        token = arith.select(is_token, r, w.i32(0)) if num_slots == 1 else r
+        token = arith.select(arith.cmpi(arith.CmpIPredicate.slt, r, count), r, w.i32(0))
         tokens_at = w.at(w.pointer(tokens), w.add(start, w.scaled(token, stride), w.scaled(t, 16)), w.SHARED)
         totals = _split_sums(sums)
-
-        def load_tokens(i: int, slot: int, part: int, num_words: int) -> list[list[ir.Value]]:
-            """Terms of 32 columns of a slot's tokens, or of a part of them."""
-            places = [term + 64 * i + 8 * part + TOKENS * slot * stride for term in term_bytes]
-            return [w.load(w.i32(), w.at(tokens_at, w.i32(place), w.SHARED), num_words) for place in places]
 
         def expand(words: Sequence, scales: Sequence, part: int) -> list[ir.Value]:
             """Operand A of 16 columns: rows below and above, of the nearer columns, then of the others."""
             return [expand_pair(words[half], 2 * part + i, scales, half) for i in range(2) for half in range(2)]
 
-        def load_block(k: int, m: int, q: int, num_groups: int) -> tuple[list, list]:
-            """Words and scales of a thread from group q on."""
-            shift = ((m // group * step_blocks + k) * group + m % group) * block
-            words = w.load(w.i32(), w.at(words_at, w.i32(shift + 8 * q), w.SHARED), 2 * num_groups)
-            scales = w.load(w.i32(), w.at(scales_at, w.i32(shift + 4 * q), w.SHARED), num_groups)
-            return words, [widen_scales(scale, reads_subnormals) for scale in scales]
+        def load_tokens(i: int) -> list[list[ir.Value]]:
+            """Terms of 32 columns."""
+            places = [w.at(tokens_at, w.i32(term + 64 * i), w.SHARED) for term in term_bytes]
+            return [w.load(w.i32(), place, 4) for place in places]
 
-        def add_slot(k: int) -> None:
-            for m in range(warpgroup_blocks):
-                words, scales = load_block(k, m, 0, _GROUPS)
-                for q in range(_GROUPS):
-                    weights = [expand(words[2 * q : 2 * q + 2], scales[q], part) for part in range(2)]
-                    for term in loaded[_GROUPS * k + q]:
-                        for part in range(2):
-                            totals[m][0] = _mma(weights[part], term[2 * part : 2 * part + 2], totals[m][0])
-
-        def add_slots(k: int) -> None:
-            """Unpacks 16 columns of all blocks, then goes through the slots: with more, registers do not suffice for 8."""
+        loaded = [load_tokens(i) for i in range(_GROUPS * step_blocks)]
+        for k, m in itertools.product(range(step_blocks), range(warpgroup_blocks)):
+            shift = w.i32(((m // group * step_blocks + k) * group + m % group) * block)
+            words = w.load(w.i32(), w.at(words_at, shift, w.SHARED), 2 * _GROUPS)
+            scales = [widen_scales(scale) for scale in w.load(w.i32(), w.at(scales_at, shift, w.SHARED), _GROUPS)]
             for q in range(_GROUPS):
-                blocks = [load_block(k, m, q, 1) for m in range(warpgroup_blocks)]
-                for part in range(2):
-                    weights = [expand(words, *scales, part) for words, scales in blocks]
-                    for slot in range(num_slots):
-                        (term,) = load_tokens(_GROUPS * k + q, slot, part, 2)
-                        for m in range(warpgroup_blocks):
-                            totals[m][slot] = _mma(weights[m], term, totals[m][slot])
-
-        loaded = [load_tokens(i, 0, 0, 4) for i in range(_GROUPS * step_blocks)] if num_slots == 1 else []
-        for k in range(step_blocks):
-            (add_slot if num_slots == 1 else add_slots)(k)
-        flat = [w.register(total[2 * h : 2 * h + 2]) for block in totals for total in block for h in range(2)]
+                weights = [expand(words[2 * q : 2 * q + 2], scales[q], part) for part in range(2)]
+                for term in loaded[_GROUPS * k + q]:
+                    for part in range(2):
+                        totals[m] = _mma(weights[part], term[2 * part : 2 * part + 2], totals[m])
+        flat = [w.register(total[2 * h : 2 * h + 2]) for total in totals for h in range(2)]
         registers = np.asarray(flat, dtype=object).reshape(sums.registers.shape)
         return mgpu.FragmentedArray(_registers=registers, _layout=sums.layout, _is_signed=None)
 
     return call(ring, tokens, *scalars, sums)
 
 
-def _split_sums(sums: mgpu.FragmentedArray) -> list[list[list[ir.Value]]]:
-    """By block of 64 rows and slot: rows r of two tokens, then rows r + 8."""
-    num_blocks, num_slots = sums.registers.shape[:2]
+def _split_sums(sums: mgpu.FragmentedArray) -> list[list[ir.Value]]:
+    """By block of 64 rows: rows r of two tokens, then rows r + 8."""
     registers = [w.elements(register, 2) for register in sums.registers.flat]
-    pairs = [[*registers[2 * i], *registers[2 * i + 1]] for i in range(num_blocks * num_slots)]
-    return [pairs[m * num_slots : (m + 1) * num_slots] for m in range(num_blocks)]
+    return [[*registers[2 * i], *registers[2 * i + 1]] for i in range(len(registers) // 2)]
 
 
 def store_sums(
@@ -327,14 +286,13 @@ def store_sums(
 ) -> None:
     """Writes a warpgroup's sums, a token's rows together: to ``whole[pair, tile]``, or to ``partial[block, n]``.
 
-    Scalars: first slot, count, tile, block (the kernel's), whether the sums go to ``partial``, warpgroup. If an array's last
-    axes are [2, rows / 2], the block rows' halves go there: gate's features, then up's.
+    Scalars: unit, tile, block (the kernel's), whether the sums go to ``partial``, warpgroup. If an array's last axes are
+    [2, rows / 2], the block rows' halves go there: gate's features, then up's.
     """
 
-    @w.inline(3, 6, (ACCUMULATOR,))
-    def call(whole, partial, pairs, slot, count, tile, block, is_partial, warpgroup, sums) -> None:
+    @w.inline(3, 5, (ACCUMULATOR,))
+    def call(whole, partial, pairs, unit, tile, block, is_partial, warpgroup, sums) -> None:
         _, num_tiles, *row_axes = ir.MemRefType(whole.type).shape
-        unit_tokens = ir.MemRefType(partial.type).shape[1]
         step = len(row_axes)
         tile_rows = tile_blocks * BLOCK_ROWS
         r, t = w.lane()
@@ -346,11 +304,11 @@ def store_sums(
             to_partial, llvm.ptrtoint(w.i64_type(), w.gmem(partial)), llvm.ptrtoint(w.i64_type(), w.gmem(whole))
         )
         base = llvm.inttoptr(llvm.PointerType.get(w.GLOBAL), base)
-        for number, j in itertools.product(range(len(totals[0])), range(2)):
-            place = arith.addi(w.scaled(t, 2), w.i32(TOKENS * number + j))
-            pair, is_token = _find_pair(pairs, slot, place, count, len(totals[0]))
+        for j in range(2):
+            n = arith.addi(w.scaled(t, 2), w.i32(j))
+            pair, is_token = _find_pair(pairs, unit, n)
             to_whole = w.add(w.scaled(pair, num_tiles), tile)
-            target = arith.select(to_partial, w.add(w.scaled(block, unit_tokens), place), to_whole)
+            target = arith.select(to_partial, w.add(w.scaled(block, TOKENS), n), to_whole)
             offset = arith.addi(arith.muli(w.wide(target), w.i64(4 * tile_rows)), w.wide(w.scaled(row, 4)))
             start = w.at(base, offset, w.GLOBAL)
             for m in range(warpgroup_blocks):
@@ -359,7 +317,7 @@ def store_sums(
                     mgpu.utils.inline_ptx(
                         "st.global.f32 [$0], $1;",
                         w.at(start, w.i64(shift), w.GLOBAL),
-                        totals[m][number][2 * h + j],
+                        totals[m][2 * h + j],
                         predicate=is_token,
                         has_side_effects=True,
                     )
@@ -367,18 +325,14 @@ def store_sums(
     call(whole, partial, pairs, *scalars, sums)
 
 
-def _pair(pairs: ir.Value, slot: ir.Value, n: ir.Value) -> ir.Value:
-    return llvm.load(w.i32(), w.at(w.pointer(pairs), w.scaled(w.add(w.scaled(slot, TOKENS), n), 4), w.SHARED))
+def _pair(pairs: ir.Value, unit: ir.Value, n: ir.Value) -> ir.Value:
+    return llvm.load(w.i32(), w.at(w.pointer(pairs), w.scaled(w.add(w.scaled(unit, TOKENS), n), 4), w.SHARED))
 
 
-def _find_pair(
-    pairs: ir.Value, slot: ir.Value, place: ir.Value, count: ir.Value, num_slots: int
-) -> tuple[ir.Value, ir.Value]:
-    """The pair at one of a unit's places, and whether there is one. Behind the unit's slots stand those of the next."""
-    pair = _pair(pairs, slot, place)
-    if num_slots == 1:
-        return pair, arith.cmpi(arith.CmpIPredicate.sge, pair, w.i32(0))
-    return pair, arith.cmpi(arith.CmpIPredicate.slt, place, count)
+def _find_pair(pairs: ir.Value, unit: ir.Value, n: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The pair at one of a unit's places, and whether there is one."""
+    pair = _pair(pairs, unit, n)
+    return pair, arith.cmpi(arith.CmpIPredicate.sge, pair, w.i32(0))
 
 
 def store_hidden(
@@ -386,23 +340,21 @@ def store_hidden(
 ) -> None:
     """Writes ``silu(gate) * up`` of a warpgroup's finished sums to ``hidden[pair]``, zero from ``num_features`` on.
 
-    Of two terms the second is what the first's rounding left. Scalars: first slot, count, the tile's first feature,
-    warpgroup.
+    Of two terms the second is what the first's rounding left. Scalars: unit, the tile's first feature, warpgroup.
     """
 
-    @w.inline(2, 4, (ACCUMULATOR,))
-    def call(hidden, pairs, slot, count, first, warpgroup, sums) -> None:
+    @w.inline(2, 3, (ACCUMULATOR,))
+    def call(hidden, pairs, unit, first, warpgroup, sums) -> None:
         _, num_terms, width = ir.MemRefType(hidden.type).shape
         r, t = w.lane()
         feature = w.add(first, w.scaled(warpgroup, warpgroup_blocks * BLOCK_ROWS // 2), w.scaled(w.warp(), 8), r)
         totals = _split_sums(sums)
-        for number, j in itertools.product(range(len(totals[0])), range(2)):
-            place = arith.addi(w.scaled(t, 2), w.i32(TOKENS * number + j))
-            pair, is_token = _find_pair(pairs, slot, place, count, len(totals[0]))
+        for j in range(2):
+            pair, is_token = _find_pair(pairs, unit, arith.addi(w.scaled(t, 2), w.i32(j)))
             offset = arith.addi(arith.muli(w.wide(pair), w.i64(2 * num_terms * width)), w.wide(w.scaled(feature, 2)))
             start = w.at(w.gmem(hidden), offset, w.GLOBAL)
             for m in range(warpgroup_blocks):
-                gate, up = totals[m][number][j], totals[m][number][2 + j]
+                gate, up = totals[m][j], totals[m][2 + j]
                 value = arith.mulf(arith.mulf(gate, sigmoid(gate)), up)
                 is_feature = arith.cmpi(arith.CmpIPredicate.slt, feature, w.i32(num_features - m * BLOCK_ROWS // 2))
                 value = arith.select(is_feature, value, arith.constant(w.f32(), 0.0))
@@ -428,16 +380,16 @@ def sigmoid(value: ir.Value) -> ir.Value:
 
 
 def load_hidden(
-    hidden: Any, tokens: Any, pairs: Any, slot: jax.Array, count: jax.Array, *, num_columns: int, num_threads: int
+    hidden: Any, tokens: Any, pairs: Any, unit: jax.Array, count: jax.Array, *, num_columns: int, num_threads: int
 ) -> None:
-    """Copies the hidden rows of a slot's ``count`` pairs to shared memory, 16 bytes a thread and turn.
+    """Copies the hidden rows of a unit's ``count`` pairs to shared memory, 16 bytes a thread and turn.
 
     A token's ``num_columns`` of each of the terms lie behind each other.
     """
     per_term = num_columns // 8
 
     @w.inline(3, 2)
-    def call(hidden, tokens, pairs, slot, count) -> None:
+    def call(hidden, tokens, pairs, unit, count) -> None:
         _, num_terms, width = ir.MemRefType(hidden.type).shape
         vector_type = ir.VectorType.get((4,), w.i32())
         moves = []
@@ -446,7 +398,7 @@ def load_hidden(
             token = arith.divui(index, w.i32(num_terms * per_term))
             chunk = arith.remui(index, w.i32(num_terms * per_term))
             is_needed = arith.cmpi(arith.CmpIPredicate.slt, token, count)
-            pair = _pair(pairs, slot, arith.select(is_needed, token, w.i32(0)))
+            pair = _pair(pairs, unit, arith.select(is_needed, token, w.i32(0)))
             row = w.add(w.scaled(pair, num_terms), arith.divui(chunk, w.i32(per_term)))
             column = w.scaled(arith.remui(chunk, w.i32(per_term)), 16)
             offset = arith.addi(arith.muli(w.wide(row), w.i64(2 * width)), w.wide(column))
@@ -457,4 +409,4 @@ def load_hidden(
                 place = w.add(w.scaled(token, token_stride(num_terms * num_columns)), w.scaled(chunk, 16))
                 llvm.store(value, w.at(w.pointer(tokens), place, w.SHARED), alignment=16)
 
-    call(hidden, tokens, pairs, slot, count)
+    call(hidden, tokens, pairs, unit, count)

@@ -265,17 +265,6 @@ class Semaphores:
 
         call(self._place(index), count)
 
-    def wait_to_copy(self, index: jax.Array, count: jax.Array) -> None:
-        """A warp waits by itself until a semaphore has been counted up to ``count``; the copy engine may read then, too."""
-
-        @inline(0, 2)
-        def call(place: ir.Value, count: ir.Value) -> None:
-            _spin(_word(_words(self.num_words), place), count)
-            if has_copy_engine():
-                mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
-
-        call(self._place(index), count)
-
     def close(self) -> None:
         """Gives the next launch the other set; one block does that, when all blocks have begun."""
 
