@@ -43,13 +43,13 @@ def launch(
     return [memory.array.view(kind).reshape(shape) for memory, (shape, kind) in zip(results, outs, strict=True)]
 
 
-def run_add_norm(x: np.ndarray, y: np.ndarray, gain: np.ndarray, max_threads: int) -> list[np.ndarray]:
-    shape = Row.of(x.shape[1], EPS, max_threads)
+def run_add_norm(x: np.ndarray, y: np.ndarray, gain: np.ndarray, parts: int, max_threads: int) -> list[np.ndarray]:
+    shape = Row.of(x.shape[1], EPS, parts, max_threads)
 
     def block(t: Any, *args: Any) -> None:
         add_and_norm(t, shape, *args, shared(shape.num_threads // 32, np.float32))
 
-    return launch(block, shape.num_threads, (len(x),), [x, y, gain], [(x.shape, jnp.bfloat16)] * 2)
+    return launch(block, shape.num_threads, (len(x), parts), [x, y, gain], [(x.shape, jnp.bfloat16)] * 2)
 
 
 def draw(rng: np.random.Generator, *shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> np.ndarray:
@@ -63,33 +63,32 @@ def assert_near(ours: np.ndarray, expected: Any, units: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "max_threads", "of_added"),
-    [(7168, 1024, jnp.bfloat16), (1336, 128, jnp.bfloat16), (264, 1024, jnp.float32)],
+    ("width", "parts", "max_threads", "of_added"),
+    [(7168, 1, 1024, jnp.bfloat16), (1336, 3, 128, jnp.bfloat16), (264, 4, 1024, jnp.float32)],
 )
-def test_add_norm(width, max_threads, of_added):
+def test_add_norm(width, parts, max_threads, of_added):
     rng = np.random.default_rng(width)
     x, gain, y = draw(rng, 3, width), draw(rng, width), draw(rng, 3, width, dtype=of_added)
-    total, normed = run_add_norm(x, y, gain, max_threads)
+    total, normed = run_add_norm(x, y, gain, parts, max_threads)
     expected_total, expected = add_norm.add_norm_reference(*map(jnp.asarray, (x, y, gain)), eps=EPS)
     np.testing.assert_array_equal(total, expected_total)
     assert_near(normed, expected)
     assert np.mean(normed == expected) > 0.99
-    # A row's numbers depend on that row alone.
-    alone = run_add_norm(x[1:2], y[1:2], gain, max_threads)
+    # A row's numbers depend on that row alone, not on how many blocks take it.
+    alone = run_add_norm(x[1:2], y[1:2], gain, 1, max_threads)
     np.testing.assert_array_equal(alone[1], normed[1:2])
     x[0] = np.nan
-    np.testing.assert_array_equal(run_add_norm(x, y, gain, max_threads)[1][1:], normed[1:])
+    np.testing.assert_array_equal(run_add_norm(x, y, gain, parts, max_threads)[1][1:], normed[1:])
 
 
 def run_choose(logits: np.ndarray, bias: np.ndarray, is_token: np.ndarray, num_chosen: int, factor: float) -> list:
     shape = Choice.of(*logits.shape, num_chosen, factor)
     outs = [((len(logits), num_chosen), np.int32), ((len(logits), num_chosen), np.float32)]
-    block = functools.partial(_choose, shape)
+
+    def block(t: Any, *args: Any) -> None:
+        choose(t, shape, *args, shared(4 * shape.num_experts, np.float32))
+
     return launch(block, 128, (-(-len(logits) // 4),), [logits, bias, is_token.astype(np.int32)], outs)
-
-
-def _choose(shape: Choice, t: Any, *args: Any) -> None:
-    choose(t, shape, *args)
 
 
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(5, 384, 8), (3, 61, 3), (1, 130, 6), (2, 8, 8)])

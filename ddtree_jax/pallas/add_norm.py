@@ -1,11 +1,12 @@
-"""A residual's sum and its RMSNorm in one launch, a block a row::
+"""A residual's sum and its RMSNorm in one launch, one block or a few for a row::
 
     load     a thread's eight values of x, of y and of the gain                     16 bytes each, all in flight at once
     sums     of squares: a thread's in order, a warp's by halves, then the warps'   the order is fixed by the width alone
     store    the sum, and the sum normalised times the gain
 
-Bytes: 16 rows of 7,168 are read twice and written twice, 0.9 MB, 0.2 us at 4.57 TB/s: what takes time is one access to
-memory after another.
+Bytes: 16 rows of 7,168 are read twice and written twice, 0.9 MB, 0.2 us at 4.57 TB/s. What takes time is one access to memory
+behind another, and what a single multiprocessor can move: so where rows are few, several blocks read all of a row, make
+the same sum of it, and each stores its share.
 """
 
 import functools
@@ -33,44 +34,54 @@ from ddtree_jax.pallas.simt import FLOAT, INT, UINT
 
 _WARPGROUP = 128
 MAX_THREADS = 1024
+_NUM_BLOCKS, _MAX_PARTS = 128, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Static shape: rows of ``width``, of which a thread takes ``turns`` units."""
+    """Static shape: rows of ``width``, of which a thread adds up ``turns`` units; each of ``parts`` blocks stores a share."""
 
     width: int
     eps: float
     turns: int
     num_threads: int
+    parts: int
 
     @classmethod
-    def of(cls, width: int, eps: float, max_threads: int = MAX_THREADS) -> "Row":
+    def of(cls, width: int, eps: float, parts: int = 1, max_threads: int = MAX_THREADS) -> "Row":
         units = width // UNIT
         turns = -(-units // max_threads)
-        return cls(width=width, eps=eps, turns=turns, num_threads=_WARPGROUP * -(-units // (turns * _WARPGROUP)))
+        num_threads = _WARPGROUP * -(-units // (turns * _WARPGROUP))
+        return cls(width=width, eps=eps, turns=turns, num_threads=num_threads, parts=parts)
 
 
 def add_and_norm(
-    t: Any, shape: Row, row: Any, x: Any, y: Any, gain: Any, out_sum: Any, out_normed: Any, sums: Any
+    t: Any, shape: Row, row: Any, part: Any, x: Any, y: Any, gain: Any, out_sum: Any, out_normed: Any, sums: Any
 ) -> None:
     """Global memory: x, y [T, D], gain [D], outs [T, D]; shared: sums [warps]."""
+    num_units = shape.width // UNIT
+    share = -(-num_units // shape.parts)
     units = [t.thread() + turn * shape.num_threads for turn in range(shape.turns)]
-    columns = [t.minimum(unit, shape.width // UNIT - 1) * UNIT for unit in units]
+    is_mine = [(unit >= part * share) & (unit < (part + 1) * share) & (unit < num_units) for unit in units]
+    columns = [t.minimum(unit, num_units - 1) * UNIT for unit in units]
     loaded = [[load_unit(t, memory, row * shape.width + column) for memory in (x, y)] for column in columns]
-    gains = [load_unit(t, gain, column) for column in columns]
+    ones = [t.value(FLOAT, 1)] * UNIT
+    gains = [
+        t.branch(mine, functools.partial(load_unit, t, gain, column), ones)
+        for mine, column in zip(is_mine, columns, strict=True)
+    ]
     totals, squares = [], t.value(FLOAT, 0)
     for unit, (own, other) in zip(units, loaded, strict=True):
         other = rounded(t, other) if y.kind == FLOAT else other
         total = rounded(t, [a + b for a, b in zip(own, other, strict=True)])
         totals.append(total)
-        squares = squares + t.select(unit < shape.width // UNIT, add_squares(total), 0.0)
+        squares = squares + t.select(unit < num_units, add_squares(total), 0.0)
     store_warp_sum(t, squares, sums)
     t.barrier()
     whole = add_warp_sums(t, sums, t.value(INT, 0), t.value(INT, shape.num_threads // 32))
     scale = t.rsqrt(whole * (1 / shape.width) + shape.eps)
-    for unit, column, total, factors in zip(units, columns, totals, gains, strict=True):
-        with t.when(unit < shape.width // UNIT):
+    for mine, column, total, factors in zip(is_mine, columns, totals, gains, strict=True):
+        with t.when(mine):
             store_unit(t, out_sum, row * shape.width + column, total)
             store_unit(t, out_normed, row * shape.width + column, apply_norm(t, total, scale, factors))
 
@@ -113,6 +124,7 @@ def add_norm_gpu(
     *,
     eps: float,
     max_threads: int = MAX_THREADS,
+    max_parts: int = _MAX_PARTS,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """`add_norm` by the kernel alone.
 
@@ -126,19 +138,20 @@ def add_norm_gpu(
         raise NotImplementedError(f"types are {', '.join(types)}; bfloat16 is needed, or float32 of what is added")
     if width % UNIT:
         raise NotImplementedError(f"rows of {width}; a multiple of {UNIT} is needed")
-    shape = Row.of(width, eps, max_threads)
+    parts = max(1, min(max_parts, _NUM_BLOCKS // num_rows))
+    shape = Row.of(width, eps, parts, max_threads)
     kinds = (UINT, FLOAT if types[1] == "float32" else UINT, UINT, UINT, UINT, FLOAT)
 
     def body(*refs: Any) -> None:
         pairs = list(zip(refs, kinds, strict=True))
-        simt.run(functools.partial(_add_and_norm, shape), pairs, [lax.axis_index("row")])
+        simt.run(functools.partial(_add_and_norm, shape), pairs, [lax.axis_index("row"), lax.axis_index("part")])
 
     like = jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)
     total_TD, normed_TD = plgpu.kernel(
         body,
         out_type=(like, like),
-        grid=(num_rows,),
-        grid_names=("row",),
+        grid=(num_rows, parts),
+        grid_names=("row", "part"),
         scratch_types=[plgpu.SMEM((shape.num_threads // 32,), jnp.float32)],
         **simt.options("add_norm", shape.num_threads),
     )(x_TD, y_TD, gain_D)

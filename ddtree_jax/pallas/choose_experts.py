@@ -1,8 +1,9 @@
 """The router's choice in one launch: from logits to expert numbers and weights, a warp a token::
 
     load     a lane's logits and bias                            12 of 384 experts each
-    keys     of sigmoid(logit) + bias, in their order            equal ones: the lower number is better
-    8 turns  the best key of all lanes, then the lowest number that has it; it is taken out
+    keys     of sigmoid(logit) + bias, then the lower number     scores without the bias go to shared memory
+    sort     each lane its own, best first                       a network of comparisons
+    8 turns  the best of all lanes' first keys; the lane that had it moves on to its next one
     store    numbers; weights without the bias, over their sum
 
 Bytes: 25 kB for 16 tokens, nothing; the turns, one behind the other, are what takes time.
@@ -20,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.simt import FLOAT, INT, UINT
-from ddtree_jax.pallas.tree_expand_top import ordered
+from ddtree_jax.pallas.simt import FLOAT, INT, UINT, WIDE
+from ddtree_jax.pallas.tree_expand_top import key_of
 
 _LANES = 32
 _WARPS = 4
@@ -55,45 +56,73 @@ class Choice:
 
 
 def choose(
-    t: Any, shape: Choice, block: Any, logits: Any, bias: Any, is_token: Any, out_expert: Any, out_weight: Any
+    t: Any,
+    shape: Choice,
+    block: Any,
+    logits: Any,
+    bias: Any,
+    is_token: Any,
+    out_expert: Any,
+    out_weight: Any,
+    scores: Any,
 ) -> None:
-    """Global memory: logits [T, E], bias [E], is_token [T] as int32, outs [T, X]."""
-    lane = t.thread() & (_LANES - 1)
-    number = block * _WARPS + (t.thread() >> 5)
+    """Global memory: logits [T, E], bias [E], is_token [T] as int32, outs [T, X]; shared: scores [warps, E]."""
+    lane, warp = t.thread() & (_LANES - 1), t.thread() >> 5
+    number = block * _WARPS + warp
     token = t.minimum(number, shape.num_tokens - 1)
-    score, key, expert = _load_scores(t, shape, lane, token, logits, bias)
-    chosen, weight = t.value(INT, 0), t.value(FLOAT, 0)
+    here = t.load(is_token, token)
+    keys = _load_keys(t, shape, lane, token, logits, bias, scores, warp * shape.num_experts)
+    keys = _sorted(t, keys)[: shape.num_chosen]
+    chosen = t.value(INT, 0)
     for place in range(shape.num_chosen):
-        best = t.warp_maximum(functools.reduce(t.maximum, key))
-        nearest = [t.select(t.is_equal(k, best), e, shape.num_experts) for k, e in zip(key, expert, strict=True)]
-        found = t.cast(t.warp_minimum(t.cast(functools.reduce(t.minimum, nearest), UINT)), INT)
-        is_found = [t.is_equal(e, found) for e in expert]
-        own = functools.reduce(operator.add, [t.select(f, s, 0.0) for f, s in zip(is_found, score, strict=True)])
-        owner = t.divide(found, shape.width) & (_LANES - 1)
-        is_place = t.is_equal(lane, place)
-        chosen = t.select(is_place, found, chosen)
-        weight = t.select(is_place, t.shuffle(own, owner), weight)
-        key = [t.select(f, t.value(UINT, 0), k) for f, k in zip(is_found, key, strict=True)]
-    total = simt.warp_reduce(t, weight, operator.add)
-    with t.when((lane < shape.num_chosen) & (number < shape.num_tokens)):
+        high, low = t.cast(keys[0] >> 32, UINT), t.cast(keys[0], UINT)
+        best = t.warp_maximum(high)
+        is_best = t.is_equal(high, best)
+        nearest = t.warp_maximum(t.select(is_best, low, 0))
+        chosen = t.select(t.is_equal(lane, place), t.cast(~nearest, INT), chosen)
+        is_taken = is_best & t.is_equal(low, nearest)
+        keys = [t.select(is_taken, after, key) for key, after in zip(keys, [*keys[1:], t.value(WIDE, 0)], strict=True)]
+    t.warp_barrier()
+    is_place = lane < shape.num_chosen
+    score = t.load(scores, warp * shape.num_experts + chosen)
+    total = simt.warp_reduce(t, t.select(is_place, score, 0.0), operator.add)
+    with t.when(is_place & (number < shape.num_tokens)):
         at = token * shape.num_chosen + lane
-        t.store(out_expert, at, t.select(t.is_equal(t.load(is_token, token), 0), t.value(INT, -1), chosen))
-        t.store(out_weight, at, weight / (total + TINY) * shape.factor)
+        t.store(out_expert, at, t.select(t.is_equal(here, 0), t.value(INT, -1), chosen))
+        t.store(out_weight, at, score / (total + TINY) * shape.factor)
 
 
-def _load_scores(t: Any, shape: Choice, lane: Any, token: Any, logits: Any, bias: Any) -> tuple[list, list, list]:
-    """Scores, keys and numbers of a lane's experts; the key of what is no expert is 0, which is never the best."""
-    score, key, expert = [], [], []
+def _load_keys(t: Any, shape: Choice, lane: Any, token: Any, logits: Any, bias: Any, scores: Any, at: Any) -> list:
+    """Keys of a lane's experts: larger is better; 0, which is worse than any, for what is no expert. Stores scores."""
+    keys = []
     for turn in range(shape.turns):
         first = (lane + turn * _LANES) * shape.width
         inside = t.minimum(first, shape.num_experts - shape.width)
         logit = t.load_vector(logits, token * shape.num_experts + inside, shape.width)
-        for i, (x, b) in enumerate(zip(logit, t.load_vector(bias, inside, shape.width), strict=True)):
-            sigmoid = t.value(FLOAT, 1) / (t.exp(x * -1.0) + 1.0)
-            score.append(sigmoid)
-            expert.append(first + i)
-            key.append(t.select(first < shape.num_experts, ordered(t, sigmoid + b), 0))
-    return score, key, expert
+        score = [t.value(FLOAT, 1) / (t.exp(x * -1.0) + 1.0) for x in logit]
+        with t.when(first < shape.num_experts):
+            t.store_vector(scores, at + first, score)
+        for i, (x, b) in enumerate(zip(score, t.load_vector(bias, inside, shape.width), strict=True)):
+            keys.append(t.select(first < shape.num_experts, key_of(t, x + b, first + i), 0))
+    return keys
+
+
+def _sorted(t: Any, keys: list) -> list:
+    """Largest first, by merge exchange (Knuth, volume 3, algorithm 5.2.2M)."""
+    keys, size = list(keys), len(keys)
+    top = part = 1 << ((size - 1).bit_length() - 1) if size > 1 else 0
+    while part:
+        step, rest, distance = top, 0, part
+        while True:
+            for i in range(size - distance):
+                if i & part == rest:
+                    low, high = keys[i], keys[i + distance]
+                    keys[i], keys[i + distance] = t.maximum(low, high), t.minimum(low, high)
+            if step == part:
+                break
+            distance, step, rest = step - part, step // 2, part
+        part //= 2
+    return keys
 
 
 def choose_experts(
@@ -154,7 +183,7 @@ def choose_experts_gpu(
     shape = Choice.of(num_tokens, num_experts, num_chosen, factor)
 
     def body(*refs: Any) -> None:
-        pairs = list(zip(refs, (FLOAT, FLOAT, INT, INT, FLOAT), strict=True))
+        pairs = list(zip(refs, (FLOAT, FLOAT, INT, INT, FLOAT, FLOAT), strict=True))
         simt.run(functools.partial(_choose, shape), pairs, [lax.axis_index("block")])
 
     outs = (num_tokens, num_chosen)
@@ -163,6 +192,7 @@ def choose_experts_gpu(
         out_type=(jax.ShapeDtypeStruct(outs, jnp.int32), jax.ShapeDtypeStruct(outs, jnp.float32)),
         grid=(-(-num_tokens // _WARPS),),
         grid_names=("block",),
+        scratch_types=[plgpu.SMEM((_WARPS * num_experts,), jnp.float32)],
         **simt.options("choose_experts", _LANES * _WARPS),
     )(logits_TE, bias_E, is_token_T.astype(jnp.int32))
     return expert_TX, weight_TX
