@@ -218,7 +218,7 @@ def draw_filtered(
     first_id, num_ids = shard.first_id(logits_BNV.shape[-1]), shard.num_ids(logits_BNV.shape[-1])
     filters, of_positions = _asked(sampling, length_B)
     config = sample.Config()
-    if shard.axis is not None:  # Lists cross the mesh: a row's are no longer than all that can be used of them.
+    if shard.axis is not None:  # Lists cross the mesh: a row's are no longer than what a block has room for.
         config = replace(config, capacity=min(config.capacity, config.num_kept // best.logit_RC.shape[1]))
     sums = sample.Sums(*shard.gather(*sample.add_up_pieces(logits_BNV, best, filters, num_ids, config)))
     lists = sample.collect_pieces(logits_BNV, best, sums, filters, first_id, num_ids, config)

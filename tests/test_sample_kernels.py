@@ -244,19 +244,26 @@ def test_shards_draw_what_one_device_draws(with_filters):
 
 
 def test_what_does_not_fit_is_reported():
-    """Flat logits: too many for a piece's list, or for shared memory; top-k with top-p beyond what may be drawn."""
+    """Flat logits, too many for one piece's list, unless nothing is drawn; top-k with top-p beyond what may be drawn."""
     flat = np.zeros((1, 2, 610), np.float32)
-    flat[0, 1, 0] = 50
-    warm = [SamplingParams(temperature=1.0)]
-    for sizes in ({"capacity": 64}, {"num_kept": 256}):
-        drawn, expected = compare(flat, warm, **sizes)
-        assert drawn[0, 0] == -1
+    flat[:, :, 512:], flat[0, 1, 0] = -np.inf, 50
+    for temperature, unknown in ((1.0, -1), (0.0, 0)):
+        drawn, expected = compare(flat, [SamplingParams(temperature=temperature)], capacity=64)
+        assert drawn[0, 0] == unknown
         assert drawn[0, 1] == expected[0, 1] == 0
     steep = -np.arange(610, dtype=np.float32)[None, None] / 5
     drawn, _ = compare(steep, [SamplingParams(temperature=1.0, top_k=300, top_p=0.9)])
     assert drawn.tolist() == [[-1]]
     drawn, expected = compare(steep, [SamplingParams(temperature=1.0, top_k=30, top_p=0.9)])
     np.testing.assert_array_equal(drawn, expected)
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.7}, {"top_k": 400, "top_p": 0.7}])
+def test_what_does_not_fit_into_shared_memory_is_drawn_from_the_lists(filters):
+    logits_BNV = np.random.default_rng(6).normal(size=(1, 2, 610)).astype(np.float32)
+    drawn, expected = compare(logits_BNV, [SamplingParams(seed=1, temperature=1.0, **filters)], num_kept=128)
+    np.testing.assert_array_equal(drawn, expected)
+    assert (drawn != logits_BNV.argmax(axis=2)).any()
 
 
 def test_noise_is_that_of_jax():

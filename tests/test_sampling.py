@@ -133,6 +133,8 @@ def test_noise_is_a_function_of_seed_sequence_and_position():
         np.testing.assert_array_equal(same_V, base_V)
     for other_V in (noise_at(6, 23, batch=3, row=2), noise_at(5, 24, batch=3, row=2), noise_at(5, 23, batch=3, row=1)):
         assert not np.any(other_V == base_V)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(5), 2), 23)
+    np.testing.assert_array_equal(base_V, jax.random.gumbel(key, (17,), jnp.float32))
 
 
 def test_draw_does_not_depend_on_the_tree_around_a_node():

@@ -2,7 +2,8 @@
 
 ::
 
-    gather    pieces' lists ──► shared memory, side by side: logit below the row's best over the temperature, id
+    gather    pieces' lists ──► shared memory, side by side: logit below the row's best over the temperature, id;
+              if they are too long for it, they are read where they are, at each step of the search anew
     filters   top-k, top-p: the lowest order of float32 bits at which count or mass above is small enough, by bisection;
               mass in units of 2**-31, so that sums do not depend on their order
     noise     threefry of (key of the position, id), as `jax.random.gumbel` makes it: for the tokens kept alone
@@ -12,7 +13,7 @@
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddtree_jax.pallas import simt
 from ddtree_jax.pallas.sample_collect import UNIT, heat_of, peak_of, prefix_sums, total_of, units_of
@@ -79,79 +80,151 @@ def draw(
     lists [R, C, capacity]. Shared: kept [num_kept], of which each thread uses places of its own behind `_gather`, keys
     [warps], sums [2, warps].
     """
-    lane, num_warps = t.thread() & (_LANES - 1), shape.num_threads // _LANES
-    sequence = t.divide(row, shape.num_nodes)
+    lane, sequence = t.thread() & (_LANES - 1), t.divide(row, shape.num_nodes)
     best = _best_of_pieces(t, row, lane, shape.num_pieces, best_logit, best_token)
     heat, k, p = heat_of(t, temperature, sequence), t.load(top_k, sequence), t.load(top_p, sequence)
     peak, total = peak_of(t, row, shape.num_pieces, best_logit), total_of(t, row, shape.num_pieces, piece_sum)
     words = key_at(t, noise_key, sequence, t.load(length, sequence) + t.load(depth, row) + 1)
-    found = _gather(t, shape, row, heat, peak, piece_count, list_logit, list_token, kept_logit, kept_token)
+    filters = _Filters(k, p, t.log(t.load(min_p, sequence)), total)
+    found, is_short = _gather(t, shape, row, heat, peak, piece_count, list_logit, list_token, kept_logit, kept_token)
     t.barrier()
-    num = t.minimum(found, shape.num_kept)
+    is_kept = found <= shape.num_kept
+    kept = _Kept(t, shape, found, kept_logit, kept_token, kept_mass)
+    listed = _Listed(t, shape, row, heat, peak, piece_count, list_logit, list_token)
+    (drawn,) = t.branch(is_kept, lambda: [_largest(t, kept, filters, words, keys, sums)], [t.value(WIDE, 0)])
+    (drawn,) = t.branch(~is_kept & ~is_short, lambda: [_largest(t, listed, filters, words, keys, sums)], [drawn])
+    # Behind top-k the mass is that of the tokens that it keeps; of those that no list holds too, unless there are enough.
+    misses_mass = (k > 0) & (p < 1.0) & (found < k) & (found < shape.vocab)
+    with t.when(t.is_equal(t.thread(), 0)):
+        is_greedy = t.load(temperature, sequence) <= 0.0
+        token = t.select((drawn > 0) & ~is_greedy, column_of(t, drawn), column_of(t, best))
+        t.store(out, row, t.select(is_greedy | ~(misses_mass | is_short), token, -1))
 
-    def each(function: Callable, carry: Any) -> Any:
-        """Carries through the thread's kept tokens: ``function(place, order, logit, is_there, carry)``."""
+
+class _Filters(NamedTuple):
+    """Of a row; ``total`` is the mass of all its tokens."""
+
+    top_k: Any
+    top_p: Any
+    log_min_p: Any
+    total: Any
+
+
+class _Kept:
+    """A row's tokens in shared memory; a thread's places are its own."""
+
+    def __init__(self, t: Any, shape: Draw, num: Any, logit: Any, token: Any, mass: Any) -> None:
+        self.t, self.shape, self.num = t, shape, num
+        self.logit, self.token, self.mass = logit, token, mass
+
+    def each(self, function: Callable, carry: Any) -> Any:
+        """Carries through the thread's tokens: ``function(place, logit, is_there, carry)``."""
+        t, num_threads = self.t, self.shape.num_threads
 
         def step(i: Any, carry: Any) -> list:
-            place = t.thread() + i * shape.num_threads
-            y = t.load(kept_logit, place)
-            return [function(place, ordered(t, y), y, place < num, carry)]
+            place = t.thread() + i * num_threads
+            return [function(place, t.load(self.logit, place), place < self.num, carry)]
 
-        return t.loop(t.divide(num + (shape.num_threads - 1), shape.num_threads), step, [carry])[0]
+        return t.loop(t.divide(self.num + (num_threads - 1), num_threads), step, [carry])[0]
 
-    def add_up(turn: Any, weigh: Callable) -> Any:
-        """Sum of ``weigh(place, order)`` over all kept tokens, uint32."""
+    def weigh(self, total: Any) -> None:
+        """Before the first `mass_at`."""
 
-        def add(place: Any, order: Any, _: Any, is_there: Any, carry: Any) -> Any:
-            return carry + t.select(is_there, weigh(place, order), 0)
-
-        return _block_sum(t, each(add, t.value(UINT, 0)), turn, sums, num_warps)
-
-    nothing = t.value(UINT, 0)
-
-    def above_k(turn: Any, order: Any) -> Any:
-        return add_up(turn, lambda _, other: t.cast(other > order, UINT)) < t.cast(k, UINT)
-
-    (k_order,) = t.branch(k > 0, lambda: [_first_order(t, above_k)], [nothing])
-    # Behind top-k the mass is that of the tokens that it keeps; of those that no list holds too, unless there are enough.
-    misses_mass = (k > 0) & (p < 1.0) & (num < k) & (num < shape.vocab)
-
-    def mass_kept() -> list:
-        def add(_: Any, order: Any, y: Any, is_there: Any, carry: Any) -> Any:
-            return carry + t.select(is_there & (order >= k_order), units_of(t, y), 0)
-
-        mass = simt.block_reduce(t, each(add, t.value(WIDE, 0)), operator.add, keys, num_warps)
-        return [t.to_float(mass) * (1 / UNIT)]
-
-    (total,) = t.branch(k > 0, mass_kept, [total])
-
-    def first_of_p() -> list:
-        def weigh(place: Any, _: Any, y: Any, is_there: Any, carry: Any) -> Any:
-            with t.when(is_there):
-                t.store(kept_mass, place, t.round(t.exp2(y * LOG2_E) / total * UNIT))
+        def store(place: Any, y: Any, is_there: Any, carry: Any) -> Any:
+            with self.t.when(is_there):
+                self.t.store(self.mass, place, _mass_of(self.t, y, total))
             return carry
 
-        each(weigh, nothing)
-        enough = t.round(p * UNIT)
+        self.each(store, self.t.value(INT, 0))
 
-        def above_p(turn: Any, order: Any) -> Any:
-            return add_up(turn, lambda place, other: t.select(other > order, t.load(kept_mass, place), 0)) < enough
+    def mass_at(self, place: Any, _y: Any, _total: Any) -> Any:
+        return self.t.load(self.mass, place)
 
-        return [_first_order(t, above_p)]
+
+class _Listed:
+    """A row's tokens where they are listed, which are more than fit into shared memory."""
+
+    def __init__(self, t: Any, shape: Draw, row: Any, heat: Any, peak: Any, count: Any, logit: Any, token: Any) -> None:
+        self.t, self.shape, self.row, self.heat, self.peak = t, shape, row, heat, peak
+        self.count, self.logit, self.token = count, logit, token
+
+    def each(self, function: Callable, carry: Any) -> Any:
+        """As that of `_Kept`."""
+        t, shape = self.t, self.shape
+
+        def of_piece(piece: Any, carry: Any) -> list:
+            at = self.row * shape.num_pieces + piece
+            num = t.load(self.count, at)
+
+            def step(i: Any, carry: Any) -> list:
+                offset = t.thread() + i * shape.num_threads
+                place = at * shape.capacity + t.minimum(offset, num - 1)
+                return [function(place, (t.load(self.logit, place) - self.peak) / self.heat, offset < num, carry)]
+
+            return t.loop(t.divide(num + (shape.num_threads - 1), shape.num_threads), step, [carry])
+
+        return t.loop(shape.num_pieces, of_piece, [carry])[0]
+
+    def weigh(self, total: Any) -> None:
+        """There is no place to keep masses."""
+
+    def mass_at(self, _place: Any, y: Any, total: Any) -> Any:
+        return _mass_of(self.t, y, total)
+
+
+def _mass_of(t: Any, y: Any, total: Any) -> Any:
+    """Of a row's mass, in units of 2**-31."""
+    return t.round(t.exp2(y * LOG2_E) / total * UNIT)
+
+
+def _largest(t: Any, tokens: _Kept | _Listed, filters: _Filters, words: tuple, keys: Any, sums: Any) -> Any:
+    """Key of the token that is drawn, 0 if there is none."""
+    k, p, nothing, num_warps = filters.top_k, filters.top_p, t.value(UINT, 0), tokens.shape.num_threads // _LANES
+
+    def add_up(turn: Any, weigh: Callable) -> Any:
+        """Sum of ``weigh(place, logit)`` over all tokens, uint32."""
+
+        def add(place: Any, y: Any, is_there: Any, carry: Any) -> Any:
+            return carry + t.select(is_there, weigh(place, y), 0)
+
+        return _block_sum(t, tokens.each(add, nothing), turn, sums, num_warps)
+
+    def first_of_k() -> list:
+        def holds(turn: Any, order: Any) -> Any:
+            return add_up(turn, lambda _, y: t.cast(ordered(t, y) > order, UINT)) < t.cast(k, UINT)
+
+        return [_first_order(t, holds)]
+
+    (k_order,) = t.branch(k > 0, first_of_k, [nothing])
+
+    def mass_of_k() -> list:
+        def add(_: Any, y: Any, is_there: Any, carry: Any) -> Any:
+            return carry + t.select(is_there & (ordered(t, y) >= k_order), units_of(t, y), 0)
+
+        mass = simt.block_reduce(t, tokens.each(add, t.value(WIDE, 0)), operator.add, keys, num_warps)
+        return [t.to_float(mass) * (1 / UNIT)]
+
+    (total,) = t.branch(k > 0, mass_of_k, [filters.total])
+
+    def first_of_p() -> list:
+        def holds(turn: Any, order: Any) -> Any:
+            def weigh(place: Any, y: Any) -> Any:
+                return t.select(ordered(t, y) > order, tokens.mass_at(place, y, total), 0)
+
+            return add_up(turn, weigh) < t.round(p * UNIT)
+
+        tokens.weigh(total)
+        return [_first_order(t, holds)]
 
     (p_order,) = t.branch(p < 1.0, first_of_p, [nothing])
-    lowest, least = t.maximum(k_order, p_order), t.log(t.load(min_p, sequence))
+    lowest = t.maximum(k_order, p_order)
 
-    def largest(place: Any, order: Any, y: Any, is_there: Any, carry: Any) -> Any:
-        is_kept, token = is_there & (order >= lowest) & (y >= least), t.load(kept_token, place)
+    def largest(place: Any, y: Any, is_there: Any, carry: Any) -> Any:
+        is_kept, token = is_there & (ordered(t, y) >= lowest) & (y >= filters.log_min_p), t.load(tokens.token, place)
         key = key_of(t, y + gumbel(t, words, token), token)
         return t.select(is_kept, t.maximum(carry, key), carry)
 
-    drawn = simt.block_reduce(t, each(largest, t.value(WIDE, 0)), t.maximum, keys, num_warps)
-    with t.when(t.is_equal(t.thread(), 0)):
-        is_complete, is_greedy = ~misses_mass & (found <= shape.num_kept), t.load(temperature, sequence) <= 0.0
-        token = t.select((drawn > 0) & ~is_greedy, column_of(t, drawn), column_of(t, best))
-        t.store(out, row, t.select(is_complete | is_greedy, token, -1))
+    return simt.block_reduce(t, tokens.each(largest, t.value(WIDE, 0)), t.maximum, keys, num_warps)
 
 
 def _gather(
@@ -165,8 +238,8 @@ def _gather(
     list_token: Any,
     kept_logit: Any,
     kept_token: Any,
-) -> Any:
-    """Lists to shared memory, a warp a list at a time. Returns their length, more than fits if one of them was too short."""
+) -> tuple[Any, Any]:
+    """Lists to shared memory, as far as they fit, a warp a list at a time; their length, and whether one was too short."""
     warp, lane, num_warps = t.thread() >> 5, t.thread() & (_LANES - 1), shape.num_threads // _LANES
     mine = t.load(piece_count, row * shape.num_pieces + t.minimum(lane, shape.num_pieces - 1))
     mine = t.select(lane < shape.num_pieces, mine, 0)
@@ -185,7 +258,7 @@ def _gather(
                 t.store(kept_token, to + place, t.load(list_token, start + place))
 
         t.loop((num + (_LANES - 1)) >> 5, fetch)
-    return t.select(num_short > 0, t.value(INT, shape.num_kept + 1), t.shuffle(end, t.value(INT, _LANES - 1)))
+    return t.shuffle(end, t.value(INT, _LANES - 1)), num_short > 0
 
 
 def _block_sum(t: Any, value: Any, turn: Any, scratch: Any, num_warps: int) -> Any:
