@@ -1,11 +1,11 @@
-"""Kimi K2.6's text model (DeepSeek-V3 type) as Flax modules: multi-head latent attention in absorbed form, INT4 experts.
+"""Kimi K2.6's text model (DeepSeek-V3 type) as Flax modules: latent attention (`latent_attention`), INT4 experts.
 
 Formulas follow the published ``modeling_deepseek.py``. A call reads the latent cache and returns the new rows; it never
 writes: whoever calls decides which rows are kept.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,23 +15,21 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import INT4_GROUP_SIZE, KimiConfig
-from ddtree_jax.layers import MLP_PROJECTIONS, Layer, gain, gated_mlp, run_mlp, turns
+from ddtree_jax.latent_attention import Attention, check_attention
+from ddtree_jax.layers import MLP_PROJECTIONS, Layer, everywhere, gain, gated_mlp, run_mlp
 from ddtree_jax.pallas.add_norm import add_norm, rms_norm
 from ddtree_jax.pallas.choose_experts import choose_experts
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, choose_config, int4_moe
 from ddtree_jax.pallas.int4_moe import pack_experts as pack_shard
-from ddtree_jax.pallas.latent_rows import LatentRows, latent_rows, turn_pairs
-from ddtree_jax.pallas.tree_mla import ROW_MULTIPLE, SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
+from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE
 from ddtree_jax.projections import Packed, Product, Projection, named, pack_if_taken
 from ddtree_jax.quant import NIBBLES
 from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, partition, sharding_of
 
 # Kernels take seconds to lower; these are lowered once for all layers.
-_tree_mla = jax.jit(tree_mla, static_argnames=("num_latent", "scale"))
 _int4_moe = jax.jit(int4_moe)
 _add_norm = jax.jit(add_norm, static_argnames=("eps", "has_kernels"))
 _choose_experts = jax.jit(choose_experts, static_argnames=("num_chosen", "factor", "has_kernels"))
-_latent_rows = jax.jit(latent_rows, static_argnames=("eps", "multiple", "has_kernels"))
 
 
 # A shard has whole experts' groups of features, and of down the words, groups or block columns that take them.
@@ -54,99 +52,6 @@ class TargetOutput(NamedTuple):
     features_BTY: Float[Array, "B T Y"]
     rows: list[Float[Array, "B T W"]]
     experts: list[Int32[Array, "tokens X"]]
-
-
-class Attention(Layer):
-    """Multi-head latent attention. Keys and values are never expanded: queries move into the latent space instead.
-
-    On a mesh every shard attends with its own heads. ``has_kernels`` allows the kernel where the program is for a GPU.
-    """
-
-    def __init__(
-        self, config: KimiConfig, arrays: Mapping[str, Array], mesh: Mesh | None = None, has_kernels: bool = False
-    ):
-        super().__init__(config, arrays)
-        self.mesh = mesh
-        self.has_kernels = has_kernels
-
-    @staticmethod
-    def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
-        D, H, A, C = config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
-        P, R, U = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        return {
-            "q_a_DA": ArrayInfo((D, A), (None, None)),
-            "q_norm_A": gain(A),
-            "q_b_AHO": ArrayInfo((A, H, P + R), (None, "heads", None)),
-            "kv_a_DW": ArrayInfo((D, C + R), (None, None)),
-            "kv_norm_C": gain(C),
-            "key_up_HPC": ArrayInfo((H, P, C), ("heads", None, None)),
-            "value_up_HUC": ArrayInfo((H, U, C), ("heads", None, None)),
-            "o_HUD": ArrayInfo((H, U, D), ("heads", None, None)),
-        }
-
-    @staticmethod
-    def projections(config: KimiConfig) -> dict[str, Projection]:
-        query_sizes = config.qk_nope_head_dim, config.qk_rope_head_dim
-        return named(
-            Projection("qkv_a", (Product("BTD,DA->BTA", ("q_a_DA",)), Product("BTD,DW->BTW", ("kv_a_DW",)))),
-            Projection("q_b", (Product("BTA,AHO->BTHO", ("q_b_AHO",), query_sizes),)),
-            Projection("key_up", (Product("BTHP,HPC->BTHC", ("key_up_HPC",)),)),
-            Projection("value_up", (Product("BTHC,HUC->BTHU", ("value_up_HUC",)),)),
-            Projection("o", (Product("BTHU,HUD->BTD", ("o_HUD",)),)),
-        )
-
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B T D"],
-        positions_BT: Int32[Array, "B T"],
-        visible_BTt: Bool[Array, "B T T"],
-        length_B: Int32[Array, "B"],
-        cache_BSW: Float[Array, "B S W"],
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T W"]]:
-        config = self.config
-        turn_BTr = turns(positions_BT, config.rope, config.qk_rope_head_dim, config.rope.amplitude)
-        made = self._make_rows(*self.multiply("qkv_a", x_BTD), *turn_BTr)
-        q_BTHP, q_BTHR = self.multiply("q_b", made.query_BTA)
-        (q_BTHC,) = self.multiply("key_up", q_BTHP)
-        q_BTHR = turn_pairs(q_BTHR, *(of_pair_BTr[:, :, None] for of_pair_BTr in turn_BTr))
-        query_BTHW = jnp.concatenate([q_BTHC, q_BTHR], axis=-1)
-        attended_BTHC = self._attend(query_BTHW, cache_BSW, made.rows_BTW, length_B, visible_BTt, made.tile_BtW)
-        (value_BTHU,) = self.multiply("value_up", attended_BTHC)
-        (y_BTD,) = self.multiply("o", value_BTHU)
-        return y_BTD, made.rows_BTW
-
-    def _make_rows(self, *arrays: Array) -> LatentRows:
-        """From both first projections, and the cosines and sines of the rows' positions."""
-        make = functools.partial(
-            _latent_rows, eps=self.config.latent_norm_eps, multiple=ROW_MULTIPLE, has_kernels=self.has_kernels
-        )
-        projected, turn_BTr = arrays[:2], arrays[2:]
-        return _everywhere(make, self.mesh)(*projected, self.q_norm_A[...], self.kv_norm_C[...], *turn_BTr)
-
-    def _attend(self, *arrays: Array) -> Float[Array, "B T H C"]:
-        config = self.config
-        attend = functools.partial(
-            _tree_mla if self.has_kernels else tree_mla_reference,
-            num_latent=config.kv_lora_rank,
-            scale=config.softmax_scale,
-        )
-        return _with_own_heads(attend, self.mesh)(*arrays)
-
-
-def _everywhere(function: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
-    """``function`` on every device, of arrays that are whole everywhere: the partitioner could not divide its kernel."""
-    if mesh is None:
-        return function
-    whole = PartitionSpec()
-    return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-
-
-def _with_own_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
-    """``attend`` on every shard's own heads; cache, rows, lengths and masks are whole everywhere."""
-    if mesh is None:
-        return attend
-    heads, whole = PartitionSpec(None, None, RULES["heads"]), PartitionSpec()
-    return jax.shard_map(attend, mesh=mesh, in_specs=(heads, *(whole,) * 5), out_specs=heads, check_vma=False)
 
 
 class Router(Layer):
@@ -187,7 +92,7 @@ class Router(Layer):
             factor=config.routed_scaling_factor,
             has_kernels=self.has_kernels,
         )
-        return _everywhere(choose, self.mesh)(logits_TE, self.router_bias_E[...], is_token_T)
+        return everywhere(choose, self.mesh)(logits_TE, self.router_bias_E[...], is_token_T)
 
 
 class SharedHidden(NamedTuple):
@@ -299,12 +204,7 @@ def check_kernels(config: KimiConfig, mesh: Mesh) -> None:
     def choose(x_TD: Array, shard: ExpertWeights) -> None:
         choose_config(x_TD, pack_shard(shard))
 
-    H, C = config.num_attention_heads, config.kv_lora_rank
-    W = C + config.qk_rope_head_dim
-    attend = _with_own_heads(functools.partial(tree_mla_gpu, num_latent=C, scale=config.softmax_scale), mesh)
-    shapes = (1, 1, H, W), (1, SLOT_MULTIPLE, W), (1, 1, W), (1,), (1, 1, 1), (1, ROW_MULTIPLE, W)
-    dtypes = (*(jnp.bfloat16,) * 3, jnp.int32, bool, jnp.bfloat16)
-    jax.eval_shape(attend, *map(jax.ShapeDtypeStruct, shapes, dtypes))
+    check_attention(config, mesh)
     infos = Experts.parameters(config)
     shard = ExpertWeights(
         *(
@@ -429,7 +329,7 @@ class Block(Layer):
         """Their sum, and its norm."""
         function = functools.partial(_add_norm, eps=self.config.rms_norm_eps, has_kernels=self.has_kernels)
         flat = (array_BTD.reshape(-1, x_BTD.shape[-1]) for array_BTD in (x_BTD, y_BTD))
-        total_TD, normed_TD = _everywhere(function, self.mesh)(*flat, gain_D)
+        total_TD, normed_TD = everywhere(function, self.mesh)(*flat, gain_D)
         return total_TD.reshape(x_BTD.shape), normed_TD.reshape(x_BTD.shape)
 
 

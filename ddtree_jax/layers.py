@@ -1,13 +1,14 @@
 """What the target and the drafter have in common: parameter binding, products, rotary positions, the gated MLP."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from ddtree_jax.config import RopeConfig
@@ -46,6 +47,14 @@ class Layer(nnx.Module):
                 return self.packed[name](x)
             projection = self.projections(self.config)[name]
             return projection(x, {name: getattr(self, name)[...] for name in projection.names})
+
+
+def everywhere(function: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    """``function`` on every device, of arrays that are whole everywhere: the partitioner could not divide its kernel."""
+    if mesh is None:
+        return function
+    whole = PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
 
 def gain(size: int) -> ArrayInfo:

@@ -8,7 +8,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from ddtree_jax import decode, kimi
+from ddtree_jax import decode, kimi, latent_attention
 from ddtree_jax.pallas import simt
 from ddtree_jax.pallas.int4_moe import int4_moe_reference
 from ddtree_jax.pallas.tree_mla import tree_mla_reference
@@ -32,5 +32,5 @@ def leave_out_kernels(monkeypatch: pytest.MonkeyPatch, drawing: Any) -> None:
     monkeypatch.setattr(drawing, "draw_arrays", lambda described, *_: jax.tree.map(_zeros_like, described))
     monkeypatch.setattr(kimi, "check_kernels", lambda *_: None)
     monkeypatch.setattr(kimi, "_int4_moe", int4_moe_reference)
-    monkeypatch.setattr(kimi, "_tree_mla", tree_mla_reference)
+    monkeypatch.setattr(latent_attention, "_tree_mla", tree_mla_reference)
     monkeypatch.setattr(simt, "choose", lambda kernel, reference, *arrays, has_kernels=True: reference(*arrays))

@@ -4,7 +4,7 @@
 
     L5   generate  engine_options  completion  output  placement  prefix_cache  __init__      experiments ──► everything
     L4   decode                                                    checkpoints_tools ──► ddtree_jax
-    L3   kimi     dflash
+    L3   kimi ──► latent_attention     dflash
     L2   layers ──► projections   cache   tree   sampling   penalties   checkpoint   expert_layout   prompts
     L1   pallas/*
     L0   arguments   config   hosts   sharding   quant   tokenizer   sampling_params   vocabulary
@@ -25,7 +25,7 @@ LEVELS = (
     ("arguments", "config", "hosts", "sharding", "quant", "tokenizer", "sampling_params", "vocabulary"),
     ("pallas",),
     ("layers", "projections", "cache", "tree", "sampling", "penalties", "checkpoint", "expert_layout", "prompts"),
-    ("kimi", "dflash"),
+    ("kimi", "latent_attention", "dflash"),
     ("decode",),
     ("completion", "engine_options", "output", "placement", "prefix_cache", "generate", "__init__"),
 )
@@ -39,6 +39,7 @@ SIBLINGS = {
     "vocabulary": {"sharding"},
     "pallas": {"pallas"},
     "layers": {"projections"},
+    "kimi": {"latent_attention"},
     "checkpoint": {"expert_layout"},
     "output": {"completion"},
     "generate": {"completion", "engine_options", "output", "placement", "prefix_cache"},

@@ -1,0 +1,118 @@
+"""Multi-head latent attention of Kimi K2.6 in absorbed form: its projections, the rows of the cache, heads on a mesh.
+
+Formulas follow the published ``modeling_deepseek.py``.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int32
+
+from ddtree_jax.config import KimiConfig
+from ddtree_jax.layers import Layer, everywhere, gain, turns
+from ddtree_jax.pallas.latent_rows import LatentRows, latent_rows, turn_pairs
+from ddtree_jax.pallas.tree_mla import ROW_MULTIPLE, SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
+from ddtree_jax.projections import Product, Projection, named
+from ddtree_jax.sharding import RULES, ArrayInfo
+
+# Kernels take seconds to lower; these are lowered once for all layers.
+_tree_mla = jax.jit(tree_mla, static_argnames=("num_latent", "scale"))
+_latent_rows = jax.jit(latent_rows, static_argnames=("eps", "multiple", "has_kernels"))
+
+
+class Attention(Layer):
+    """Multi-head latent attention. Keys and values are never expanded: queries move into the latent space instead.
+
+    On a mesh every shard attends with its own heads. ``has_kernels`` allows the kernel where the program is for a GPU.
+    """
+
+    def __init__(
+        self, config: KimiConfig, arrays: Mapping[str, Array], mesh: Mesh | None = None, has_kernels: bool = False
+    ):
+        super().__init__(config, arrays)
+        self.mesh = mesh
+        self.has_kernels = has_kernels
+
+    @staticmethod
+    def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
+        D, H, A, C = config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
+        P, R, U = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        return {
+            "q_a_DA": ArrayInfo((D, A), (None, None)),
+            "q_norm_A": gain(A),
+            "q_b_AHO": ArrayInfo((A, H, P + R), (None, "heads", None)),
+            "kv_a_DW": ArrayInfo((D, C + R), (None, None)),
+            "kv_norm_C": gain(C),
+            "key_up_HPC": ArrayInfo((H, P, C), ("heads", None, None)),
+            "value_up_HUC": ArrayInfo((H, U, C), ("heads", None, None)),
+            "o_HUD": ArrayInfo((H, U, D), ("heads", None, None)),
+        }
+
+    @staticmethod
+    def projections(config: KimiConfig) -> dict[str, Projection]:
+        query_sizes = config.qk_nope_head_dim, config.qk_rope_head_dim
+        return named(
+            Projection("qkv_a", (Product("BTD,DA->BTA", ("q_a_DA",)), Product("BTD,DW->BTW", ("kv_a_DW",)))),
+            Projection("q_b", (Product("BTA,AHO->BTHO", ("q_b_AHO",), query_sizes),)),
+            Projection("key_up", (Product("BTHP,HPC->BTHC", ("key_up_HPC",)),)),
+            Projection("value_up", (Product("BTHC,HUC->BTHU", ("value_up_HUC",)),)),
+            Projection("o", (Product("BTHU,HUD->BTD", ("o_HUD",)),)),
+        )
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        positions_BT: Int32[Array, "B T"],
+        visible_BTt: Bool[Array, "B T T"],
+        length_B: Int32[Array, "B"],
+        cache_BSW: Float[Array, "B S W"],
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T W"]]:
+        config = self.config
+        turn_BTr = turns(positions_BT, config.rope, config.qk_rope_head_dim, config.rope.amplitude)
+        made = self._make_rows(*self.multiply("qkv_a", x_BTD), *turn_BTr)
+        q_BTHP, q_BTHR = self.multiply("q_b", made.query_BTA)
+        (q_BTHC,) = self.multiply("key_up", q_BTHP)
+        q_BTHR = turn_pairs(q_BTHR, *(of_pair_BTr[:, :, None] for of_pair_BTr in turn_BTr))
+        query_BTHW = jnp.concatenate([q_BTHC, q_BTHR], axis=-1)
+        attended_BTHC = self._attend(query_BTHW, cache_BSW, made.rows_BTW, length_B, visible_BTt, made.tile_BtW)
+        (value_BTHU,) = self.multiply("value_up", attended_BTHC)
+        (y_BTD,) = self.multiply("o", value_BTHU)
+        return y_BTD, made.rows_BTW
+
+    def _make_rows(self, *arrays: Array) -> LatentRows:
+        """From both first projections, and the cosines and sines of the rows' positions."""
+        make = functools.partial(
+            _latent_rows, eps=self.config.latent_norm_eps, multiple=ROW_MULTIPLE, has_kernels=self.has_kernels
+        )
+        projected, turn_BTr = arrays[:2], arrays[2:]
+        return everywhere(make, self.mesh)(*projected, self.q_norm_A[...], self.kv_norm_C[...], *turn_BTr)
+
+    def _attend(self, *arrays: Array) -> Float[Array, "B T H C"]:
+        config = self.config
+        attend = functools.partial(
+            _tree_mla if self.has_kernels else tree_mla_reference,
+            num_latent=config.kv_lora_rank,
+            scale=config.softmax_scale,
+        )
+        return _with_own_heads(attend, self.mesh)(*arrays)
+
+
+def _with_own_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
+    """``attend`` on every shard's own heads; cache, rows, lengths and masks are whole everywhere."""
+    if mesh is None:
+        return attend
+    heads, whole = PartitionSpec(None, None, RULES["heads"]), PartitionSpec()
+    return jax.shard_map(attend, mesh=mesh, in_specs=(heads, *(whole,) * 5), out_specs=heads, check_vma=False)
+
+
+def check_attention(config: KimiConfig, mesh: Mesh) -> None:
+    """Raises NotImplementedError, which names the value, if the kernel does not take a shard's heads in bfloat16."""
+    H, C = config.num_attention_heads, config.kv_lora_rank
+    W = C + config.qk_rope_head_dim
+    attend = _with_own_heads(functools.partial(tree_mla_gpu, num_latent=C, scale=config.softmax_scale), mesh)
+    shapes = (1, 1, H, W), (1, SLOT_MULTIPLE, W), (1, 1, W), (1,), (1, 1, 1), (1, ROW_MULTIPLE, W)
+    dtypes = (*(jnp.bfloat16,) * 3, jnp.int32, bool, jnp.bfloat16)
+    jax.eval_shape(attend, *map(jax.ShapeDtypeStruct, shapes, dtypes))
