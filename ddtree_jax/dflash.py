@@ -26,6 +26,9 @@ KeyValue = tuple[Array, Array]
 CACHE_AXES = (None, None, "kv_heads", None)
 """Logical axes of cached keys and values."""
 
+_LEAST_WINDOWS = 4
+"""Caches of fewer are read as they are: a window may be copied before it is read."""
+
 _TOGETHER_AXES = (None, None, "kv_heads", None)
 
 
@@ -85,8 +88,22 @@ class Block(Layer):
         config = self.config
         return rotate(x_BTJR, positions_BT, config.rope, interleaved=False, amplitude=config.rope_amplitude)
 
-    def _visible(self, positions_BT: Array, length_B: Array, num_slots: int) -> tuple[Bool[Array, "B T S"], Array]:
-        """Context slots and block rows that each block row sees.
+    def _within_window(self, cache: KeyValue, length_B: Array) -> tuple[KeyValue, Int32[Array, "B"]]:
+        """Of a sliding layer as many slots as its window has, among them all that rows from ``length_B`` on see, else all.
+
+        Also the number of the first one.
+        """
+        num_slots = cache[0].shape[1]
+        if self.window is None or num_slots < _LEAST_WINDOWS * self.window:
+            return cache, jnp.zeros_like(length_B)
+        first_B = jnp.clip(length_B - self.window, 0, num_slots - self.window)
+        take = jax.vmap(functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=self.window))
+        return (take(cache[0], first_B), take(cache[1], first_B)), first_B
+
+    def _visible(
+        self, positions_BT: Array, length_B: Array, first_B: Array, num_slots: int
+    ) -> tuple[Bool[Array, "B T S"], Array]:
+        """Which of ``num_slots`` context slots from ``first_B`` on, and which block rows, each block row sees.
 
         A context slot holds the position of its own number. ::
 
@@ -94,7 +111,8 @@ class Block(Layer):
             0 1 2 3 4 5      6 7 8      row 7: . . . . x x  x x .        x x x x x x  x x x
         """
         batch, num_rows = positions_BT.shape
-        slot_BTS = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (batch, num_rows, num_slots))
+        slot_BS = first_B[:, None] + jnp.arange(num_slots, dtype=jnp.int32)[None]
+        slot_BTS = jnp.broadcast_to(slot_BS[:, None], (batch, num_rows, num_slots))
         context_BTS = slot_BTS < length_B[:, None, None]
         distance_BTt = positions_BT[:, :, None] - positions_BT[:, None, :]
         block_BTt = jnp.ones(distance_BTt.shape, bool)
@@ -108,8 +126,8 @@ class Block(Layer):
     def attend(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: KeyValue) -> Array:
         config = self.config
         q_BTJQR, key_BTJR, value_BTJR = self.query_key_value(x_BTD, positions_BT)
-        num_slots = cache[0].shape[1]
-        context_BTS, block_BTt = self._visible(positions_BT, length_B, num_slots)
+        cache, first_B = self._within_window(cache, length_B)
+        context_BTS, block_BTt = self._visible(positions_BT, length_B, first_B, cache[0].shape[1])
 
         scale = config.head_dim**-0.5
         score_BJQTS = jnp.einsum("BTJQR,BSJR->BJQTS", q_BTJQR, cache[0], preferred_element_type=jnp.float32)

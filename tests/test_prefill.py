@@ -1,5 +1,8 @@
 """Prefill in chunks: their width changes nothing. The drafter's masks. bfloat16."""
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ from small_pairs import make_pair
 
 from ddtree_jax import DecodeConfig, Engine, SamplingParams, dflash
 from ddtree_jax.config import DFlashConfig, RopeConfig
+from ddtree_jax.sharding import initialize
 
 pytest_plugins = ["engines"]
 
@@ -63,25 +67,55 @@ def test_bfloat16_stays_near_the_best_token(golden, converted):
         assert np.mean(gap_T == 0) > 0.9
 
 
+WINDOW, NUM_ROWS = 5, 3
+
+
+def drafter_layer(sliding: bool, sliding_causal: bool) -> dflash.Block:
+    config = DFlashConfig(
+        vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+        intermediate_size=8, rms_norm_eps=1e-5, rope=RopeConfig(theta=1e4), rope_amplitude=1.0, block_size=NUM_ROWS,
+        mask_token_id=0, target_layer_ids=(0,), num_target_layers=1, sliding_layers=(sliding,), sliding_window=WINDOW,
+        sliding_causal=sliding_causal,
+    )  # fmt: skip
+    arrays = initialize({"layer": dflash.Block.parameters(config)}, jax.random.key(0), jnp.float32)
+    return dflash.Block(config, 0, arrays["layer"])
+
+
 @pytest.mark.parametrize("sliding_causal", [True, False])
 @pytest.mark.parametrize("sliding", [True, False])
 def test_what_a_drafter_layer_sees(sliding, sliding_causal):
     """Window, causality inside the block, and full layers, against the definition written out."""
-    window, length, num_slots, num_rows = 5, 7, 11, 3
-    config = DFlashConfig(
-        vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
-        intermediate_size=8, rms_norm_eps=1e-5, rope=RopeConfig(theta=1e4), rope_amplitude=1.0, block_size=num_rows,
-        mask_token_id=0, target_layer_ids=(0,), num_target_layers=1, sliding_layers=(sliding,), sliding_window=window,
-        sliding_causal=sliding_causal,
-    )  # fmt: skip
-    arrays = {name: jnp.zeros(info.shape) for name, info in dflash.Block.parameters(config).items()}
-    positions_BT = length + jnp.arange(num_rows)[None]
-    context_BTS, block_BTt = dflash.Block(config, 0, arrays)._visible(positions_BT, jnp.array([length]), num_slots)
-    for row in range(num_rows):
+    length, first, num_slots = 7, 2, 11
+    layer = drafter_layer(sliding, sliding_causal)
+    positions_BT = length + jnp.arange(NUM_ROWS)[None]
+    context_BTS, block_BTt = layer._visible(positions_BT, jnp.array([length]), jnp.array([first]), num_slots)
+    for row in range(NUM_ROWS):
         position = length + row
-        for slot in range(num_slots):
-            expected = slot < length and (not sliding or position - slot < window)
-            assert bool(context_BTS[0, row, slot]) == expected
-        for other in range(num_rows):
+        for slot in range(first, first + num_slots):
+            expected = slot < length and (not sliding or position - slot < WINDOW)
+            assert bool(context_BTS[0, row, slot - first]) == expected
+        for other in range(NUM_ROWS):
             expected = not sliding or not sliding_causal or other <= row
             assert bool(block_BTt[0, row, other]) == expected
+
+
+@pytest.mark.parametrize("sliding", [True, False])
+def test_a_drafter_layer_reads_a_window_of_many_slots(sliding, monkeypatch):
+    """Lengths at both ends of a cache and between, in one batch; slots that no row sees hold what is not finite."""
+    layer, num_slots, lengths = drafter_layer(sliding, True), 4 * WINDOW + 1, [0, 2, 5, 11, 18]
+    random = np.random.default_rng(2)
+    x_BTD = jnp.asarray(random.normal(size=(5, NUM_ROWS, 8)), jnp.float32)
+    cache = tuple(random.normal(size=(5, num_slots, 1, 4)).astype(np.float32) for _ in range(2))
+    length_B = jnp.asarray(lengths, jnp.int32)
+    positions_BT = length_B[:, None] + jnp.arange(NUM_ROWS, dtype=jnp.int32)[None]
+
+    def attend() -> np.ndarray:
+        return np.asarray(layer.attend(x_BTD, positions_BT, length_B, tuple(map(jnp.asarray, cache))))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dflash, "_LEAST_WINDOWS", num_slots)
+        expected = attend()
+    if sliding:
+        for part, (sequence, length) in itertools.product(cache, enumerate(lengths)):
+            part[sequence, : max(0, length - WINDOW)] = np.nan
+    np.testing.assert_allclose(attend(), expected, rtol=1e-5, atol=1e-6)
