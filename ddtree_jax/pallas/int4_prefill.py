@@ -12,13 +12,16 @@ Weights are read once for each 64 tokens of an expert. 2,048 tokens of 8 experts
 256 features, 228 us at 790 TFLOP/s, and 1.19 GB of weights, 260 us at 4.57 TB/s. It also writes and reads the pairs' rows,
 235 MB each way, which a shard of 48 experts of 2,048 features has an eighth of. One H200, us::
 
-                   prepare   gate and up (copies alone)   down (copies alone)   sum
-    384 x 256        16             271 (206)                 219 (173)          67
-    48 x 2,048       18             259 (196)                 153 (107)          31
+                   prepare   gate and up   down   sum
+    384 x 256        14          251        180     67
+    48 x 2,048       16          252        143     31
 
-Unpacking and products each take less than the copies, but hardly overlap: of 64 rows and columns by 48 tokens, a warp has 110
-cycles of products and about 90 instructions of unpacking, together 176 cycles. Summing slices in the down kernel while they
-are in the second cache saved nothing: the down kernel took longer by as much.
+Of the first, copies and stores alone take 210 in gate and up and 183 in down, with products but without unpacking 216, 186:
+down, sum and most of prepare are as fast as the memory. In gate and up the compiler unpacks all of a stage before its
+products; unpacking kept between products, two at a time, gained nothing. Nor did tiles in the order of slices, whose last
+ones the sum finds in the second cache (5 us less there, 5 more in down), bulk copies of hidden rows, or warpgroups that begin
+at different times. Tokens in their own order, permuted while they are copied 4 bytes a time, make prepare 6 us shorter and
+gate and up 90 longer.
 """
 
 import functools
@@ -50,17 +53,20 @@ class Config:
     """Tuning. ``token_counts`` are the numbers of tokens that code exists for; a unit takes the next larger.
 
     ``num_blocks`` is the device's multiprocessors: one block runs on each. ``shared_bytes`` of shared memory a block, less
-    than the device's limit by what the compiler adds. ``warpgroups`` compute and one copies; registers are a thread's, all
-    together no more than the kernel starts with (65,536 / threads, in eights). Products are started in groups of
+    than the device's limit by what the compiler adds; the stages of a ring are as many as fit, up to ``gate_up_stages`` and
+    ``down_stages``: more in flight made gate and up slower. ``warpgroups`` compute and one copies; registers are a thread's,
+    all together no more than the kernel starts with (65,536 / threads, in eights). Products are started in groups of
     ``operands`` times 16 columns, and overlap across ``unroll`` stages: with more of both, registers do not suffice and the
-    compiler lets each product wait for the last.
+    compiler lets each product wait for the last. In down, of 4 stages, it does so already; there the memory takes longer.
     """
 
     num_blocks: int = 132
     token_counts: tuple[int, ...] = (16, 32, 40, 48, 56, 64)
     shared_bytes: int = 231_000
+    gate_up_stages: int = 4
+    down_stages: int = 6
     operands: int = 2
-    unroll: int = 2
+    unroll: int = 4
     warpgroups: int = 4
     compute_registers: int = 112
     copy_registers: int = 32
@@ -182,10 +188,12 @@ class _Product:
         self._each_unit(compute)
 
 
-def _launch(body: Callable, inputs: tuple, out_type: Any, features: int, name: str, config: Config) -> Any:
+def _launch(
+    body: Callable, inputs: tuple, out_type: Any, features: int, name: str, max_stages: int, config: Config
+) -> Any:
     """Runs ``body(num_stages, staging, ring, barriers, *inputs, *outputs)``; a warpgroup stages rows of ``features``."""
     staging_bytes = config.warpgroups * steps.staging_bytes(features)
-    num_stages = (config.shared_bytes - staging_bytes) // steps.STAGE_BYTES
+    num_stages = min(max_stages, (config.shared_bytes - staging_bytes) // steps.STAGE_BYTES)
 
     def run(*refs: Any) -> None:
         *arrays, ring, staging, barriers = refs
@@ -228,7 +236,8 @@ def _multiply_gate_up(
 
     inputs = (permuted_TD, schedule.pair_P, blocks, schedule.unit_U3, schedule.num_units_1)
     out_type = jax.ShapeDtypeStruct((P, num_features), jnp.bfloat16)
-    return _launch(body, inputs, out_type, config.blocks * BLOCK_ROWS // 2, "int4_prefill_gate_up", config)
+    features = config.blocks * BLOCK_ROWS // 2
+    return _launch(body, inputs, out_type, features, "int4_prefill_gate_up", config.gate_up_stages, config)
 
 
 def _multiply_down(
@@ -249,7 +258,8 @@ def _multiply_down(
 
     inputs = (hidden_PF, schedule.pair_P, blocks, schedule.unit_U3, schedule.num_units_1)
     out_type = jax.ShapeDtypeStruct((num_tiles, P, steps.TILE_ROWS), jnp.bfloat16)
-    return _launch(body, inputs, out_type, config.blocks * BLOCK_ROWS, "int4_prefill_down", config)
+    features = config.blocks * BLOCK_ROWS
+    return _launch(body, inputs, out_type, features, "int4_prefill_down", config.down_stages, config)
 
 
 def int4_moe_prefill(

@@ -29,6 +29,7 @@ from ddtree_jax.pallas.int4_prefill_steps import MAX_TOKENS
 _INT = jnp.int32
 _LANES = 32
 _THREADS = 1024
+_CHUNKS_AT_ONCE = 2
 
 
 class Schedule(NamedTuple):
@@ -246,16 +247,23 @@ def _permute(x: Any, permuted: Any, block: jax.Array, *, num_blocks: int) -> Non
         total, step = rows * width // 8, num_blocks * _THREADS
         start = arith.addi(w.scaled(block, _THREADS), w.thread())
         part = w.wide(w.scaled(arith.andi(start, w.i32(3)), 4))
-        turns = arith.divui(arith.subi(w.i32(total + step - 1), start), w.i32(step))
+        turn_step = _CHUNKS_AT_ONCE * step
+        turns = arith.divui(arith.subi(w.i32(total + turn_step - 1), start), w.i32(turn_step))
 
         @mgpu.utils.fori(turns, [])
         def _(turn: ir.Value, carry: list) -> list:
-            index = arith.addi(start, w.scaled(turn, step))
-            source = arith.muli(w.wide(arith.shrui(index, w.i32(2))), w.i64(64))
-            source = w.at(w.gmem(x), arith.addi(source, part), w.GLOBAL)
-            words = [llvm.load(w.i32(), w.at(source, w.i64(16 * t), w.GLOBAL)) for t in range(4)]
-            target = w.at(w.gmem(permuted), arith.muli(w.wide(index), w.i64(16)), w.GLOBAL)
-            llvm.store(w.register(words), target, alignment=16)
+            loaded = []
+            for i in range(_CHUNKS_AT_ONCE):
+                index = w.add(start, w.scaled(turn, turn_step), w.i32(i * step))
+                # Behind the end, 64 bytes that are there; they are not stored.
+                inside = arith.minsi(arith.shrui(index, w.i32(2)), w.i32(total // 4 - 1))
+                source = w.at(w.gmem(x), arith.addi(arith.muli(w.wide(inside), w.i64(64)), part), w.GLOBAL)
+                words = [llvm.load(w.i32(), w.at(source, w.i64(16 * t), w.GLOBAL)) for t in range(4)]
+                loaded.append((index, words))
+            for index, words in loaded:
+                with mgpu.utils.when(_less(index, total)):
+                    target = w.at(w.gmem(permuted), arith.muli(w.wide(index), w.i64(16)), w.GLOBAL)
+                    llvm.store(w.register(words), target, alignment=16)
             return carry
 
     call(x, permuted, block)

@@ -3,7 +3,7 @@
 ::
 
     copies        blocks (bulk) and token rows (16 bytes a thread, swizzled) of 64 columns ──► stage of the ring
-    a warpgroup   half of the rows: words ──► bfloat16 weights in registers ──► wgmma with the stage's tokens
+    a warpgroup   a quarter of the rows: words ──► bfloat16 weights in registers ──► wgmma with the stage's tokens
     a unit's end  sums ──► bfloat16, transposed through shared memory ──► a token's rows together in device memory
 
 Within 32 columns, token rows hold column ``8 t + 4 j + 2 h + i`` at ``16 j + 8 h + 2 t + i``: the order in which lane t of a
@@ -369,9 +369,11 @@ def multiply_down(
     @w.inline(5, 5)
     def call(ring, barriers, staging, y, pair_table, done, first, count, tile, warpgroup) -> None:
         _, num_pairs, width = ir.MemRefType(y.type).shape
-        thread = arith.andi(w.thread(), w.i32(127))
-        is_token = arith.cmpi(arith.CmpIPredicate.slt, thread, count)
-        own = arith.addi(first, arith.minsi(thread, arith.subi(count, w.i32(1))))
+        # A warp's threads start their copies one after the other: each warp has a quarter of the tokens.
+        lane = arith.andi(w.thread(), w.i32(31))
+        token = w.add(w.scaled(lane, 4), w.warp())
+        is_token = arith.cmpi(arith.CmpIPredicate.slt, token, count)
+        own = arith.addi(first, arith.minsi(token, arith.subi(count, w.i32(1))))
         pair = llvm.load(w.i32(), w.at(w.gmem(pair_table), w.wide(w.scaled(own, 4)), w.GLOBAL))
         sums = _multiply(ring, barriers, done, warpgroup, sizes)
         features = sizes.blocks * BLOCK_ROWS
@@ -396,7 +398,7 @@ def multiply_down(
             mgpu.utils.inline_ptx(
                 "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
                 w.at(w.gmem(y), arith.addi(arith.muli(row, w.i64(2 * width)), w.wide(column)), w.GLOBAL),
-                w.at(base, w.scaled(thread, pitch), w.SHARED),
+                w.at(base, w.scaled(token, pitch), w.SHARED),
                 w.i32(2 * features),
                 has_side_effects=True,
             )
