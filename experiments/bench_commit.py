@@ -1,7 +1,7 @@
 """Accept and commit: against `tree.walk_reference`, `take_rows` and `append`, and kernel times. See `bench_kernels`."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -57,6 +57,13 @@ def _timed(call: Any, case: tuple, runs: int) -> tuple[dict[str, float], tuple]:
         return held["out"][2]
 
     return kernel_seconds(step, [()], runs), held["out"]
+
+
+def cases_to_compile() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+    """Name, function and shapes of its arguments."""
+    for layers, num_nodes, _ in CASES:
+        arguments = jax.eval_shape(functools.partial(draw_case, layers, num_nodes))
+        yield f"{layers} layers, {num_nodes} nodes", by_kernels, arguments
 
 
 def measure(runs: int, cases: tuple = CASES) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Target sampling by the kernels: random cases against `sampling.sample_reference`, and kernel times. See `bench_kernels`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -67,6 +67,14 @@ CHECKED = (
     {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
     {"temperature": 1e-6},
 )
+
+
+def cases_to_compile() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+    """Name, function and shapes of its arguments."""
+    for num_nodes in (1, 16, 64):
+        logits_BNV = jax.ShapeDtypeStruct((1, num_nodes, VOCAB), jnp.float32)
+        whole_BN, of_B = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, num_nodes), (1,)))
+        yield f"{num_nodes} nodes", drawn, (logits_BNV, whole_BN, of_B, arrays_of(temperature=0.6, top_p=0.95))
 
 
 def check(num_batches: int, num_nodes: int = 16) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import functools
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -197,6 +197,14 @@ def from_logits(
     zeros_B = jnp.zeros(len(logits_BLV), jnp.int32)
     own = top_candidates(logits_BLV, num_nodes - 1, jnp.int32(0), config)
     return expand_tree(zeros_B, zeros_B, own if others is None else others, budget, num_nodes, config), own
+
+
+def cases_to_compile() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+    """Name, function and shapes of its arguments."""
+    budget = jax.ShapeDtypeStruct((), jnp.int32)
+    for nodes in (16, 64, 256):
+        call = functools.partial(from_logits, num_nodes=nodes, config=Config())
+        yield f"budget {nodes - 1}", call, (jax.ShapeDtypeStruct((1, DEPTH, VOCAB), jnp.float32), None, budget)
 
 
 def measure(runs: int, config: Config = Config(), cases: tuple = CASES) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,15 @@ import jax
 from absl import app, flags
 from jax.experimental import topologies
 
-from experiments import bench_int4_moe, bench_layer, bench_skinny_gemm, bench_tree_mla
+from experiments import (
+    bench_commit,
+    bench_int4_moe,
+    bench_layer,
+    bench_sample,
+    bench_skinny_gemm,
+    bench_tree_expand,
+    bench_tree_mla,
+)
 from experiments.devices import DEVICES, Device
 
 
@@ -46,6 +54,9 @@ def _skinny_gemm_cases(device: Device) -> Iterator[tuple[str, Callable[..., Any]
 KERNELS: dict[str, Callable[[Device], Iterator[Case]]] = {
     "int4_moe": lambda device: map(Case._make, bench_int4_moe.cases_to_compile(device.capability[0], device.cores)),
     "tree_mla": lambda _: map(Case._make, bench_tree_mla.cases_to_compile()),
+    "tree_expand": lambda _: map(Case._make, bench_tree_expand.cases_to_compile()),
+    "sample": lambda _: map(Case._make, bench_sample.cases_to_compile()),
+    "commit": lambda _: map(Case._make, bench_commit.cases_to_compile()),
     "layer": lambda _: map(Case._make, bench_layer.cases_to_compile()),
     "skinny_gemm": lambda device: map(Case._make, _skinny_gemm_cases(device)),
 }
