@@ -24,12 +24,10 @@ KeyValue = tuple[Array, Array]
 """Rotated keys and values of a layer, each [B, S, J, R]."""
 
 CACHE_AXES = (None, None, "kv_heads", None)
-"""Logical axes of cached keys and values."""
+"""Logical axes of cached keys and values, and of the weights [D, m, J, R] of all layers' keys and values."""
 
 _LEAST_WINDOWS = 4
 """Caches of fewer are read as they are: a window may be copied before it is read."""
-
-_TOGETHER_AXES = (None, None, "kv_heads", None)
 
 
 class Block(Layer):
@@ -231,7 +229,7 @@ class DFlash(Layer):
 def pack_projections(arrays: dict[str, dict[str, Any]], config: DFlashConfig, mesh: Mesh) -> None:
     """Replaces the weights of all projections by packed ones, if `skinny_gemm`'s kernel takes them all on this device."""
     J, R = config.num_key_value_heads, config.head_dim
-    together = ArrayInfo((config.hidden_size, 2 * config.num_hidden_layers, J, R), _TOGETHER_AXES)
+    together = ArrayInfo((config.hidden_size, 2 * config.num_hidden_layers, J, R), CACHE_AXES)
     infos = parameters(config)
     infos["context"]["key_value_DmJR"] = together
     arrays["context"]["key_value_DmJR"] = _keys_and_values(arrays, config, mesh)
@@ -242,7 +240,7 @@ def pack_projections(arrays: dict[str, dict[str, Any]], config: DFlashConfig, me
 def _keys_and_values(arrays: Mapping[str, Mapping[str, Array]], config: DFlashConfig, mesh: Mesh | None) -> Array:
     """Weights [D, m, J, R] of the keys of all layers, then of their values."""
     layers = [arrays[f"layer_{layer}"] for layer in range(config.num_hidden_layers)]
-    place = None if mesh is None else NamedSharding(mesh, partition(_TOGETHER_AXES))
+    place = None if mesh is None else NamedSharding(mesh, partition(CACHE_AXES))
     return _side_by_side([table[name] for name in ("k_DJR", "v_DJR") for table in layers], place=place)
 
 

@@ -1,6 +1,7 @@
 """The engine: loads a target and a drafter, and turns prompts into completions with one compiled loop a batch."""
 
 import functools
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -461,6 +462,7 @@ class _Checkpoints:
     target: KimiConfig
     drafter: DFlashConfig | None
     tokenizer: Tokenizer | None = field(repr=False)
+    tokenizer_digest: str
 
 
 def _read_checkpoints(
@@ -476,13 +478,18 @@ def _read_checkpoints(
     drafter_config = None
     if drafter is not None:
         drafter_config = _read_drafter_config(drafter, drafter_rope_amplitude, drafter_sliding_causal)
-    has_tokenizer = (Path(target) / "tiktoken.model").exists()
-    tokenizer = Tokenizer.from_directory(target) if has_tokenizer else None
+    ranks = Path(target) / "tiktoken.model"
+    tokenizer, digest = None, ""
+    if ranks.exists():
+        try:
+            tokenizer, digest = Tokenizer.from_directory(target), hashlib.sha256(ranks.read_bytes()).hexdigest()
+        except OSError as error:
+            raise ValueError(f"{ranks} can't be read; a tokenizer is needed ({error.strerror})") from error
     check_pair(config, drafter_config, max_length, tokenizer)
     checkpoint.check(target, kimi.parameters(config), mesh)
     if drafter_config:
         checkpoint.check(drafter, dflash.parameters(drafter_config), mesh)
-    return _Checkpoints(config, drafter_config, tokenizer)
+    return _Checkpoints(config, drafter_config, tokenizer, digest)
 
 
 def _read_drafter_config(directory: str | Path, rope_amplitude: float | None, sliding_causal: bool) -> DFlashConfig:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import KimiConfig
-from ddtree_jax.layers import Layer, everywhere, gain, turns
+from ddtree_jax.layers import Layer, everywhere, gain, make_turns
 from ddtree_jax.pallas.latent_rows import LatentRows, latent_rows, turn_pairs
 from ddtree_jax.pallas.tree_mla import ROW_MULTIPLE, SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
 from ddtree_jax.projections import Product, Projection, named
@@ -71,7 +71,7 @@ class Attention(Layer):
         cache_BSW: Float[Array, "B S W"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T W"]]:
         config = self.config
-        turn_BTr = turns(positions_BT, config.rope, config.qk_rope_head_dim, config.rope.amplitude)
+        turn_BTr = make_turns(positions_BT, config.rope, config.qk_rope_head_dim, config.rope.amplitude)
         made = self._make_rows(*self.multiply("qkv_a", x_BTD), *turn_BTr)
         q_BTHP, q_BTHR = self.multiply("q_b", made.query_BTA)
         (q_BTHC,) = self.multiply("key_up", q_BTHP)

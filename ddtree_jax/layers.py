@@ -105,7 +105,7 @@ def rope_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
     return (frequency / rope.factor * ramp + frequency * (1 - ramp)).astype(np.float32)
 
 
-def turns(
+def make_turns(
     positions_BT: Int32[Array, "B T"], rope: RopeConfig, dim: int, amplitude: float
 ) -> tuple[Float[Array, "B T r"], Float[Array, "B T r"]]:
     """Cosines and sines that turn each of the ``dim / 2`` pairs of a vector at these positions."""
@@ -125,7 +125,7 @@ def rotate(
 
     Pairs stay where they are, so that queries and cached keys must be stored alike; scores do not depend on it.
     """
-    cos, sin = (turn_BTr[:, :, None] for turn_BTr in turns(positions_BT, rope, x.shape[-1], amplitude))
+    cos, sin = (turn_BTr[:, :, None] for turn_BTr in make_turns(positions_BT, rope, x.shape[-1], amplitude))
     if interleaved:
         return turn_pairs(x, cos, sin)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

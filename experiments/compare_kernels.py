@@ -11,8 +11,9 @@ text is judged where the texts part: by how much do the two tokens' float32 logi
 
 What rounding may do is measured as well: how far the plain bfloat16 form moves the float32 difference of the two best tokens,
 root mean square over all positions, and its own largest gap, which is larger where rounding sent a token to other experts.
-A gap of the kernels above both 6 times the former and the latter is no near tie but a fault, and so are kernels that move
-logits by more than 1.25 times what the plain form moves them. Faults end the command with status 1.
+A gap of the kernels above both 6 times the former and the latter is no near tie but a fault, and so is any above 12 times the
+former, and kernels that move logits by more than 1.25 times what the plain form moves them. Faults end the command with
+status 1.
 """
 
 import sys
@@ -31,7 +32,7 @@ from experiments.checkpoints import TINY_PAIR, converted, default_cache_dir
 from experiments.results_file import provenance, write_lines
 from experiments.tiny_training.corpus import held_out_sources
 
-BOUND_IN_SIGMA = 6.0
+BOUND_IN_SIGMA, MOST_IN_SIGMA = 6.0, 12.0
 MOST_NOISE = 1.25
 BYTES_PER_SECOND = 4.57e12
 FORMS = {
@@ -138,7 +139,8 @@ def compare(
         for mode, found in zip(MODES, texts[form], strict=True)
     }
     by_plain = max(judged["plain", mode]["largest_gap"] for mode in MODES)
-    bounds = {"float32": 0.0, "plain": None, "kernels": max(BOUND_IN_SIGMA * noise["plain"].margin, by_plain)}
+    bound, most = (times * noise["plain"].margin for times in (BOUND_IN_SIGMA, MOST_IN_SIGMA))
+    bounds = {"float32": 0.0, "plain": most, "kernels": min(max(bound, by_plain), most)}
     lines, faults = [], []
     if not noise["kernels"].logits <= MOST_NOISE * noise["plain"].logits:  # NaN is a fault too.
         faults.append(f"kernels move logits by {noise['kernels'].logits:.3g}, plain JAX by {noise['plain'].logits:.3g}")
@@ -146,7 +148,7 @@ def compare(
         bound = bounds[form]
         for mode, found in zip(MODES, texts[form], strict=True):
             gap = judged[form, mode]["largest_gap"]
-            if (bound is not None and gap > bound) or (form == "float32" and found != exact):
+            if gap > bound or (form == "float32" and found != exact):
                 faults.append(f"{form}, {mode}: a token's float32 logit is {gap} below the best one's")
             lines.append(
                 {
@@ -154,7 +156,7 @@ def compare(
                     "case": {"form": form, "mode": mode, "prompts": len(prompts), "batch": size, "new_tokens": num_new},
                     **provenance(),
                     **judged[form, mode],
-                    "bound": bound and round(bound, 5),
+                    "bound": round(bound, 5),
                     "sequences_unlike_ar": sum(map(list.__ne__, found, texts[form][0])),
                     "rms_logits": float(f"{noise[form].logits:.3g}"),
                     "rms_margin": float(f"{noise[form].margin:.3g}"),

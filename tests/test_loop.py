@@ -12,7 +12,7 @@ from small_pairs import make_pair
 
 from ddtree_jax import Completion, DecodeConfig, Engine, SamplingParams, Stats
 from ddtree_jax.completion import TextStream
-from ddtree_jax.decode import State
+from ddtree_jax.decode import MODES, State
 from ddtree_jax.generate import ALL_ROUNDS, STREAM_ROUNDS
 
 pytest_plugins = ["engines"]
@@ -206,7 +206,7 @@ def test_committed_tokens_are_as_good_as_a_prompt(golden_engine):
             assert rest[0].token_ids == done[start:]
 
 
-@pytest.mark.parametrize("mode", PLAIN_AND_TREE)
+@pytest.mark.parametrize("mode", MODES)
 def test_end_of_the_caches_changes_no_token(golden_engine, mode):
     """Blocks and trees reach past the last slot there; a completion ends exactly at ``max_length``."""
     num_new = golden_engine.max_length - len(PROMPT)

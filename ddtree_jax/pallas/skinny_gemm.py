@@ -1,4 +1,4 @@
-"""Products of up to 64 tokens with a weight, in which reading the weight is what takes time.
+"""Products of up to 64 tokens a launch with a weight, in which reading the weight is what takes time.
 
 ``y[T, O] = x[T, K] @ weight[O, K].T`` in bfloat16, summed in float32. Several weights that take the same input are one
 launch with an output each: the query's and the latent's first projections, or the router and the shared expert's gate and
