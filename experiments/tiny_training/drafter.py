@@ -63,7 +63,7 @@ class AnchoredBlock(dflash.Block):
         q_BTJQR, key_BtJR, value_BtJR = self.query_key_value(x_BTD, positions_BT)
         key_bSJR, value_bSJR = cache
         num_sequences, num_slots = key_bSJR.shape[:2]
-        context_BTS, block_BTt = self._visible(positions_BT, length_B, num_slots)
+        context_BTS, block_BTt = self._visible(positions_BT, length_B, jnp.zeros_like(length_B), num_slots)
 
         def by_anchor(x: Array) -> Array:
             return x.reshape(num_sequences, -1, *x.shape[1:])
