@@ -10,9 +10,10 @@ budget bucket is a program. The extra ``report`` or ``cuda13`` and ptxas are nee
 
 * Bytes are those of one device: arguments (weights, caches, the state), temporaries, and outputs that take no argument's
   place.
-* The longest context that fits: what grows with the slots of a cache is counted exactly in the arguments; temporaries are
-  taken to grow as fast as the context, which none of them exceeds. A card counts 10^9 bytes for each GB of its name; the 7 %
-  above that are left to CUDA, NCCL and the programs themselves.
+* The longest context that fits: what grows with the slots of a cache is counted in the arguments, as if all of it lay whole
+  on every device (the drafter's lies by heads, so that more would fit); temporaries are taken to grow as fast as the
+  context, which none of them exceeds. A card counts 10^9 bytes for each GB of its name; the 7 % above that are left to CUDA,
+  NCCL and the programs themselves.
 * Kernels and collectives of a round are counted by stage, "other" where XLA keeps no name; all branches of conditions count.
 * A round is one graph if XLA's plan of the loop's body is a command buffer and nothing else; else ``outside`` has what the
   host starts between graphs.
@@ -51,8 +52,11 @@ def longest_context(memory: int, context: int, num_bytes: int, temporary: int, s
 
 
 def bytes_per_slot(lowered: jax.stages.Lowered, context: int) -> int:
-    """What one more slot adds to the arguments, of which only the state and the sampling's arrays grow: they lie whole
-    on every device."""
+    """What one more slot adds to the arguments, of which only the state and the sampling's arrays grow.
+
+    Counted as if they lay whole on every device. The drafter's cache lies by heads: contexts are told too short, not too
+    long.
+    """
     leaves = jax.tree.leaves(lowered.args_info[0][1:])
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize // context for leaf in leaves if context in leaf.shape)
 
