@@ -27,7 +27,7 @@ from ddtree_jax.quant import NIBBLES
 from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, partition, sharding_of
 
 # Kernels take seconds to lower; these are lowered once for all layers.
-_int4_moe = jax.jit(int4_moe)
+_int4_moe = jax.jit(int4_moe, static_argnames="dtype")
 _add_norm = jax.jit(add_norm, static_argnames=("eps", "has_kernels"))
 _choose_experts = jax.jit(choose_experts, static_argnames=("num_chosen", "factor", "has_kernels"))
 
@@ -142,7 +142,7 @@ class Experts(Layer):
         """The weighted sum of each token's experts, plus the shared expert; on a mesh in float32, as it was summed."""
         experts = self.form(*(getattr(self, name)[...] for name in self.form._fields))
         if self.mesh is None:
-            return _int4_moe(x_TD, expert_TX, weight_TX, experts) + _run_shared(x_TD, shared)
+            return _int4_moe(x_TD, expert_TX, weight_TX, experts, _run_shared(x_TD, shared))
         whole = PartitionSpec()
         shared_specs = SHARED_SPECS
         if isinstance(shared, SharedHidden):
@@ -168,10 +168,12 @@ def _run_shard(
 
     Of the shared expert a shard has a part of the width, the same one wherever it lies along ``expert``: one of them counts.
     """
-    number = jax.lax.axis_index(RULES["experts"])
-    routed_TD = _int4_moe(x_TD, expert_TX - number * experts[0].shape[0], weight_TX, experts)
-    shared_TD = jnp.where(number == 0, _run_shared(x_TD, shared), 0)
-    y_TD = routed_TD.astype(jnp.float32) + shared_TD.astype(jnp.float32)
+    shared_TD = _run_shared(x_TD, shared)
+    if jax.lax.axis_size(RULES["experts"]) > 1:
+        number = jax.lax.axis_index(RULES["experts"])
+        expert_TX = expert_TX - number * experts[0].shape[0]
+        shared_TD = jnp.where(number == 0, shared_TD, 0)
+    y_TD = _int4_moe(x_TD, expert_TX, weight_TX, experts, shared_TD, dtype=jnp.float32)
     return jax.lax.psum(y_TD, MESH_AXES)
 
 

@@ -126,11 +126,29 @@ def choose_forms(x_TD: jax.ShapeDtypeStruct, experts: ExpertBlocks) -> dict[str,
 
 
 def run_shape(number: int, form: str, num_routings: int) -> tuple[list[float], list[bytes]]:
-    """Errors of a form over random routings of one of the shapes, and the outputs' bits."""
+    """Errors of a form over random routings of one of the shapes, and the outputs' bits.
+
+    The last error is infinite if what is added, and the output's type, do not make the difference that they should.
+    """
     problem = draw_problem(SHAPES[number])
     T, _, _, D, _ = problem.shape
     config = choose_forms(jax.ShapeDtypeStruct((T, D), jnp.bfloat16), problem.experts)[form]
-    return run_routings(problem, jax.jit(functools.partial(int4_moe_gpu, config=config)), num_routings)
+    errors, outputs = run_routings(problem, jax.jit(functools.partial(int4_moe_gpu, config=config)), num_routings)
+    call = jax.jit(functools.partial(int4_moe_gpu, config=config), static_argnames="dtype")
+    return [*errors, 0.0 if adds_up(problem, call) else np.inf], outputs
+
+
+def adds_up(problem: Problem, function: Callable[..., jax.Array]) -> bool:
+    """Whether what is added comes last, in float32, and the sum is rounded once."""
+    routing = draw_routing(problem.shape, 2)
+    arguments = (routing.x_TD, jnp.asarray(routing.expert_TX), jnp.asarray(routing.weight_TX), problem.experts)
+    added_TD = jax.random.normal(jax.random.key(2), routing.x_TD.shape, jnp.bfloat16)
+    total_TD = function(*arguments, dtype=jnp.float32) + added_TD.astype(jnp.float32)
+    same = (
+        jnp.array_equal(function(*arguments, added_TD, dtype=dtype), total_TD.astype(dtype))
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    return all(map(bool, same))
 
 
 def run_routings(

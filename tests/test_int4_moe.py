@@ -110,6 +110,11 @@ def test_reference_agrees_with_float64(dtype, has_blocks: bool) -> None:
     assert y_TD.dtype == dtype
     assert relative_error(np.asarray(y_TD, np.float32), expected_TD) < (1e-6 if dtype == jnp.float32 else 8e-3)
     assert not np.asarray(y_TD, np.float32)[0].any()
+    added_TD = jnp.asarray(rng.normal(size=(T, D)), dtype)
+    y_TD = int4_moe.int4_moe(x_TD, jnp.asarray(expert_TX), jnp.asarray(weight_TX), experts, added_TD, dtype=jnp.float32)
+    expected_TD += np.asarray(added_TD, np.float64)
+    assert y_TD.dtype == jnp.float32
+    assert relative_error(y_TD, expected_TD) < (1e-6 if dtype == jnp.float32 else 8e-3)
 
 
 def test_what_no_token_chose_never_matters() -> None:
@@ -241,7 +246,7 @@ def test_every_form_lowers_for_cuda(form: str, shape: tuple[int, ...]) -> None:
         jax.ShapeDtypeStruct((T, X), jnp.float32),
     )
     function = jax.jit(functools.partial(int4_moe.int4_moe_gpu, config=config))
-    text = function.trace(*arguments, experts).lower(lowering_platforms=("cuda",)).as_text()
+    text = function.trace(*arguments, experts, arguments[0]).lower(lowering_platforms=("cuda",)).as_text()
     # One kernel is all there is: nothing is filled, copied or turned before it.
     operations = set(re.findall(r"stablehlo\.\w+", text))
     assert operations <= {
@@ -291,6 +296,8 @@ def test_the_device_check_tells_right_from_wrong() -> None:
     def leak(x_TD, expert_TX, weight_TX, experts):
         return reference(x_TD, jnp.where(expert_TX < 0, problem.shape[2] - 1, expert_TX), weight_TX, experts)
 
+    assert check_int4_moe.adds_up(problem, int4_moe.int4_moe_reference)
+    assert not check_int4_moe.adds_up(problem, lambda *args, dtype: int4_moe.int4_moe_reference(*args[:4], dtype=dtype))
     errors, outputs = check_int4_moe.run_routings(problem, reference, 10)
     assert max(errors) < 2 * check_int4_moe.LARGEST_ERROR and len(outputs) == 10
     assert max(check_int4_moe.run_routings(problem, change, 10)[0]) > 0.1
@@ -323,7 +330,7 @@ def test_input_that_the_kernel_does_not_take_is_named() -> None:
     config = dataclasses.replace(int4_spans.HOPPER, shared_bytes=60_000)
     routing = [jnp.zeros((2, 2), dtype) for dtype in (jnp.int32, jnp.float32)]
     with pytest.raises(NotImplementedError, match="shared memory"):
-        int4_moe.int4_moe_gpu(jnp.zeros((2, 64), jnp.bfloat16), *routing, experts, config)
+        int4_moe.int4_moe_gpu(jnp.zeros((2, 64), jnp.bfloat16), *routing, experts, config=config)
 
 
 def sharded_experts(mesh_text: str | None) -> tuple[kimi.Experts, kimi.Experts, KimiConfig]:

@@ -75,7 +75,7 @@ class _Block:
 
     @property
     def products(self) -> tuple[Product, Product]:
-        _, gate_up, down, _ = self.inputs
+        _, gate_up, down, *_ = self.inputs
         return Product(gate_up, self.config), Product(down, self.config)
 
     @property
@@ -291,7 +291,10 @@ class _Block:
         return weights, places, owners
 
     def _add_up(self, task: Array, sources: tuple) -> None:
-        """Sums over tokens' experts: a warpgroup a token and tile, in turns; whence the first are taken is known."""
+        """Sums over tokens' experts, and what is added to them: a warpgroup a token and tile, in turns.
+
+        Whence the first are taken is known.
+        """
         product, rows = self.products[1], self.config.tile_rows
         out, _, _, sums_ref, _, parts_ref = self.outputs
         num_tokens, per_token = self.inputs[3].shape
@@ -312,7 +315,10 @@ class _Block:
             for value, place, weight in zip(_add_parts(values, owners, load, 1), places, weights, strict=True):
                 # What a place outside of all units holds is undefined.
                 total = total + jnp.where(place < 0, 0.0, value * weight)
-            out[token, pl.ds(tile * rows, rows)] = total.astype(jnp.bfloat16)
+            columns = pl.ds(tile * rows, rows)
+            for added in self.inputs[4:]:
+                total = total + plgpu.load(added.at[token, columns], layout=layout).astype(jnp.float32)
+            out[token, columns] = total.astype(out.dtype)
             return self._find_sources(current + everyone)
 
         lax.fori_loop(0, (num_tokens * product.num_tiles - task + everyone - 1) // everyone, add_up, sources)
@@ -351,8 +357,10 @@ def int4_moe_kernel(
     weight_TX: Float[Array, "T X"],
     gate_up_EMKmw: Int32[Array, "E M K m w"],
     down_EMKmw: Int32[Array, "E n k r w"],
+    added_Td: BFloat16[Array, "T d"] | None,
+    dtype: Any,
     config: Config,
-) -> BFloat16[Array, "T D"]:
+) -> Float[Array, "T D"]:
     """Weighted sum of each token's experts. What `int4_moe` checks and documents; D is a multiple of 64 here."""
     (T, X), E = expert_TX.shape, gate_up_EMKmw.shape[0]
     P, half = T * X, config.tile_rows // 2
@@ -369,8 +377,11 @@ def int4_moe_kernel(
             "of shared memory"
         )
 
+    out_width = down_product.num_tiles * config.tile_rows
+    added = [] if added_Td is None else [jnp.pad(added_Td, ((0, 0), (0, out_width - added_Td.shape[1])))]
+
     def body(x, expert, gate_up, down, weight, *refs) -> None:
-        outputs, (ring, barriers, hidden_s, units, pairs, places) = refs[:6], refs[6:]
+        added, outputs, (ring, barriers, hidden_s, units, pairs, places) = refs[:-12], refs[-12:-6], refs[-6:]
         fetching = 1 if config.has_bulk_copies else 32
         index = lax.axis_index("block")
         threads = config.num_threads + 128
@@ -387,7 +398,7 @@ def int4_moe_kernel(
             index,
             warpgroup,
             units[table.num_units],
-            (x, gate_up, down, weight),
+            (x, gate_up, down, weight, *added),
             outputs,
             ring,
             barriers,
@@ -404,7 +415,7 @@ def int4_moe_kernel(
     out_TD, *_ = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((T, down_product.num_tiles * config.tile_rows), bf16),
+            jax.ShapeDtypeStruct((T, out_width), dtype),
             jax.ShapeDtypeStruct((P, gate_up_product.num_tiles, 2, half), f32),
             jax.ShapeDtypeStruct((P, num_terms, gate_up_product.num_tiles * half), bf16),
             jax.ShapeDtypeStruct((P, down_product.num_tiles, config.tile_rows), f32),
@@ -425,5 +436,5 @@ def int4_moe_kernel(
             plgpu.SMEM((TOKENS, hidden_stride), bf16),
             *(plgpu.SMEM((size,), _INT) for size in table.num_words),
         ],
-    )(x_TD, expert_TX.reshape(-1), gate_up_EMKmw, down_EMKmw, weight_TX)
+    )(x_TD, expert_TX.reshape(-1), gate_up_EMKmw, down_EMKmw, weight_TX, *added)
     return out_TD[:, : x_TD.shape[1]]

@@ -1,8 +1,9 @@
 """Routed experts with INT4 group-32 weights: each distinct expert is read once for every 8 tokens that chose it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,28 +50,26 @@ def int4_moe(
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
     experts: ExpertWeights | ExpertBlocks,
+    added_TD: Float[Array, "T D"] | None = None,
+    dtype: Any = None,
 ) -> Float[Array, "T D"]:
-    """Weighted sum of each token's experts, ``down(silu(gate x) * up x)``.
+    """Weighted sum of each token's experts, ``down(silu(gate x) * up x)``, plus ``added_TD``, in ``dtype``, x's by default.
 
     ``weight_TX`` is float32, and so is the sum over experts. Experts that are none of ``experts``, by a number below 0 or
     above the last, contribute nothing and are not paid for: that is how padding and other shards' experts are marked. A
     padding row with experts of its own would have them read. Blocks go through the kernel where the program is for a CUDA
     device and the kernel takes the input, everything else through the reference.
     """
+    arrays = (x_TD, expert_TX, weight_TX, experts, added_TD)
+    reference = functools.partial(int4_moe_reference, dtype=dtype)
     if isinstance(experts, ExpertWeights):
-        return int4_moe_reference(x_TD, expert_TX, weight_TX, experts)
+        return reference(*arrays)
     try:
         config = choose_config(x_TD, experts)
     except NotImplementedError:
-        return int4_moe_reference(x_TD, expert_TX, weight_TX, experts)
-
-    def kernel(*args: Array) -> Array:
-        return int4_moe_gpu(*args[:3], ExpertBlocks(*args[3:]), config)
-
-    def reference(*args: Array) -> Array:
-        return int4_moe_reference(*args[:3], ExpertBlocks(*args[3:]))
-
-    return lax.platform_dependent(x_TD, expert_TX, weight_TX, *experts, cuda=kernel, default=reference)
+        return reference(*arrays)
+    kernel = functools.partial(int4_moe_gpu, config=config, dtype=dtype)
+    return lax.platform_dependent(*arrays, cuda=kernel, default=reference)
 
 
 def device_config(capability: int, num_blocks: int) -> int4_spans.Config:
@@ -115,37 +114,49 @@ def int4_moe_gpu(
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
     experts: ExpertBlocks,
+    added_TD: Float[Array, "T D"] | None = None,
+    *,
     config: int4_spans.Config,
+    dtype: Any = None,
 ) -> Float[Array, "T D"]:
     """`int4_moe` on the kernels alone, in turns where there are more tokens than one of them takes."""
     T, D = x_TD.shape
+    dtype = dtype or x_TD.dtype
     columns = experts.gate_up_EMKmw.shape[2] * BLOCK_COLUMNS
     x_TD = jnp.pad(x_TD, ((0, 0), (0, columns - D)))
+    if T <= MAX_TOKENS:
+        arrays = (x_TD, expert_TX, weight_TX, *experts)
+        return int4_kernel.int4_moe_kernel(*arrays, added_TD, dtype=dtype, config=config)[:, :D]
 
     size, kernel = _choose_form(expert_TX, experts, config)
-    if size >= T:
-        return kernel(x_TD, expert_TX, weight_TX)[:, :D]
     turns = -(-T // size)
-    rest = ((0, turns * size - T), (0, 0))
-    padded = (jnp.pad(x_TD, rest), jnp.pad(expert_TX, rest, constant_values=-1), jnp.pad(weight_TX, rest))
-    split = [array.reshape(turns, size, array.shape[1]) for array in padded]
-    y_TD = lax.map(lambda args: kernel(*args), tuple(split))
-    return y_TD.reshape(turns * size, columns)[:T, :D]
+    if turns == 1:
+        y_TD = kernel(x_TD, expert_TX, weight_TX)
+    else:
+        rest = ((0, turns * size - T), (0, 0))
+        padded = (jnp.pad(x_TD, rest), jnp.pad(expert_TX, rest, constant_values=-1), jnp.pad(weight_TX, rest))
+        split = [array.reshape(turns, size, array.shape[1]) for array in padded]
+        y_TD = lax.map(lambda args: kernel(*args), tuple(split)).reshape(turns * size, columns)[:T]
+    return _add(y_TD[:, :D], added_TD).astype(dtype)
+
+
+def _add(y_TD: Float[Array, "T D"], added_TD: Float[Array, "T D"] | None) -> Float[Array, "T D"]:
+    """The sum in float32, if there is something to add."""
+    return y_TD if added_TD is None else y_TD.astype(jnp.float32) + added_TD.astype(jnp.float32)
 
 
 def _choose_form(
     expert_TX: Int32[Array, "T X"], experts: ExpertBlocks, config: int4_spans.Config
 ) -> tuple[int, Callable]:
-    """The most tokens of a turn, and the kernel that takes them: decode's for few, or where prefill's does not fit."""
+    """The most tokens of a turn, and the kernel that takes them: prefill's, or decode's where that does not fit."""
 
     def decode(x_TD: Array, expert_TX: Array, weight_TX: Array) -> Array:
-        return int4_kernel.int4_moe_kernel(x_TD, expert_TX, weight_TX, *experts, config)
+        arrays = (x_TD, expert_TX, weight_TX, *experts)
+        return int4_kernel.int4_moe_kernel(*arrays, None, dtype=x_TD.dtype, config=config)
 
     def prefill(x_TD: Array, expert_TX: Array, weight_TX: Array) -> Array:
         return int4_prefill.int4_moe_prefill(x_TD, expert_TX, weight_TX, *experts, prefill_config)
 
-    if expert_TX.shape[0] <= MAX_TOKENS:
-        return MAX_TOKENS, decode
     try:
         prefill_config = int4_prefill.choose_config(expert_TX, *experts, config.num_blocks, config.shared_bytes)
     except NotImplementedError:
@@ -158,6 +169,9 @@ def int4_moe_reference(
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
     experts: ExpertWeights | ExpertBlocks,
+    added_TD: Float[Array, "T D"] | None = None,
+    *,
+    dtype: Any = None,
 ) -> Float[Array, "T D"]:
     """`int4_moe` in plain JAX. Experts are expanded one at a time, so that the memory in use is one expert's."""
 
@@ -178,7 +192,7 @@ def int4_moe_reference(
     zeros_TD = jnp.zeros(x_TD.shape, jnp.float32)
     numbers_E = jnp.arange(experts[0].shape[0], dtype=jnp.int32)
     total_TD, _ = lax.scan(add_expert, zeros_TD, (numbers_E, experts))
-    return total_TD.astype(x_TD.dtype)
+    return _add(total_TD, added_TD).astype(dtype or x_TD.dtype)
 
 
 def expand(
