@@ -151,7 +151,7 @@ class Block(Layer):
 
 
 class DFlash(Layer):
-    """The drafter. It has neither an embedding nor a head: both are the target's. ``mesh`` is where the arrays lie.
+    """The drafter. It has neither an embedding nor a head: both are the target's.
 
     Context rows of all layers are one product with ``key_value_DmJR``; m are keys of every layer, then their values.
     These weights are here a second time, since neither a part of them nor their concatenation is free inside a loop.
@@ -160,8 +160,7 @@ class DFlash(Layer):
     block_type = Block
 
     def __init__(self, config: DFlashConfig, arrays: Mapping[str, Mapping[str, Array]], mesh: Mesh | None = None):
-        super().__init__(config, {**arrays["context"], **arrays["head"]})
-        self.mesh = mesh
+        super().__init__(config, {**arrays["context"], **arrays["head"]}, mesh)
         self.blocks = nnx.List(
             self.block_type(config, layer, arrays[f"layer_{layer}"]) for layer in range(config.num_hidden_layers)
         )

@@ -61,13 +61,6 @@ class Router(Layer):
     float32, so that they are those of operands converted before.
     """
 
-    def __init__(
-        self, config: KimiConfig, arrays: Mapping[str, Array], mesh: Mesh | None = None, has_kernels: bool = False
-    ):
-        super().__init__(config, arrays)
-        self.mesh = mesh
-        self.has_kernels = has_kernels
-
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
         return {
@@ -268,9 +261,7 @@ class Block(Layer):
     def __init__(
         self, config: KimiConfig, layer: int, arrays: Mapping[str, Array], mesh: Mesh | None, has_kernels: bool
     ):
-        super().__init__(config, arrays)
-        self.mesh = mesh
-        self.has_kernels = has_kernels
+        super().__init__(config, arrays, mesh, has_kernels)
         self.attention = Attention(config, arrays, mesh, has_kernels)
         self.is_dense = config.is_dense(layer)
         if self.is_dense:
@@ -336,8 +327,8 @@ class Block(Layer):
 class Kimi(Layer):
     """The target. ``capture`` names the layers whose outputs, concatenated, are the drafter's features.
 
-    ``mesh`` is where the arrays lie, if that is a mesh. ``has_kernels`` lets attention take the kernel; experts and
-    projections take theirs if their arrays are the kernels' blocks (`pack_experts`, `pack_projections`).
+    Experts and projections take their kernels if their arrays are the kernels' blocks (`pack_experts`,
+    `pack_projections`), whatever ``has_kernels`` says.
     """
 
     def __init__(
@@ -348,8 +339,7 @@ class Kimi(Layer):
         mesh: Mesh | None = None,
         has_kernels: bool = False,
     ):
-        super().__init__(config, {**arrays["embed"], **arrays["head"]})
-        self.mesh = mesh
+        super().__init__(config, {**arrays["embed"], **arrays["head"]}, mesh, has_kernels)
         self.capture = capture
         self.blocks = nnx.List(
             Block(config, layer, arrays[f"layer_{layer}"], mesh, has_kernels)

@@ -4,7 +4,7 @@ Formulas follow the published ``modeling_deepseek.py``.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,8 @@ _latent_rows = jax.jit(latent_rows, static_argnames=("eps", "multiple", "has_ker
 class Attention(Layer):
     """Multi-head latent attention. Keys and values are never expanded: queries move into the latent space instead.
 
-    On a mesh every shard attends with its own heads. ``has_kernels`` allows the kernel where the program is for a GPU.
+    On a mesh every shard attends with its own heads.
     """
-
-    def __init__(
-        self, config: KimiConfig, arrays: Mapping[str, Array], mesh: Mesh | None = None, has_kernels: bool = False
-    ):
-        super().__init__(config, arrays)
-        self.mesh = mesh
-        self.has_kernels = has_kernels
 
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:

@@ -20,11 +20,14 @@ from ddtree_jax.sharding import ArrayInfo
 class Layer(nnx.Module):
     """A module whose parameters are the entries of ``parameters(config)``, taken by name out of a table of arrays.
 
-    Those that the table has packed are held by their projections' names instead.
+    Those that the table has packed are held by their projections' names instead. ``mesh`` is where the arrays lie, if that is
+    a mesh; ``has_kernels`` allows kernels where the program is for a GPU.
     """
 
-    def __init__(self, config: Any, arrays: Mapping[str, Any]):
-        self.config = config
+    def __init__(
+        self, config: Any, arrays: Mapping[str, Any], mesh: Mesh | None = None, has_kernels: bool = False
+    ) -> None:
+        self.config, self.mesh, self.has_kernels = config, mesh, has_kernels
         self.packed = nnx.data({name: arrays[name] for name in self.projections(config) if name in arrays})
         replaced = {name for leaf in arrays.values() if isinstance(leaf, Packed) for name in leaf.form.names}
         for name in self.parameters(config):

@@ -112,7 +112,6 @@ class TrainableBlock(kimi.Block):
 
     def __init__(self, config: KimiConfig, layer: int, arrays: Mapping[str, Array], attention: type[kimi.Attention]):
         Layer.__init__(self, config, arrays)
-        self.mesh, self.has_kernels = None, False
         self.attention = attention(config, arrays)
         self.is_dense = config.is_dense(layer)
         if self.is_dense:
@@ -134,7 +133,7 @@ class TrainableKimi(kimi.Kimi):
         attention: type[kimi.Attention] = ExpandedAttention,
     ):
         Layer.__init__(self, config, {**arrays["embed"], **arrays["head"]})
-        self.capture, self.mesh = capture, None
+        self.capture = capture
         self.blocks = nnx.List(
             TrainableBlock(config, layer, arrays[f"layer_{layer}"], attention)
             for layer in range(config.num_hidden_layers)
