@@ -40,6 +40,8 @@ _WORD_SPECS = ExpertWeights(
 EXPERT_SPECS = {ExpertBlocks: BLOCK_SPECS, ExpertWeights: _WORD_SPECS}
 SHARED_SPECS = partition((None, "width")), partition((None, "width")), partition(("width", None))
 
+_ROUTER_LOGITS = Product("BTD,ED->BTE", ("router_ED",), dtype=jnp.float32)
+
 
 class TargetOutput(NamedTuple):
     """What one pass over T tokens gives.
@@ -55,11 +57,7 @@ class TargetOutput(NamedTuple):
 
 
 class Router(Layer):
-    """Sigmoid scores in float32; the bias takes part in the choice alone, never in the weights.
-
-    Where its weight is packed, logits come from bfloat16 operands and float32 sums: products of bfloat16 numbers are exact in
-    float32, so that they are those of operands converted before.
-    """
+    """Sigmoid scores in float32; the bias takes part in the choice alone, never in the weights."""
 
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
@@ -72,8 +70,8 @@ class Router(Layer):
         self, x_TD: Float[Array, "T D"], is_token_T: Bool[Array, "T"]
     ) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
         """Numbers of the chosen experts, -1 where there is no token, and their weights."""
-        logits_TE = jnp.einsum("TD,ED->TE", x_TD.astype(jnp.float32), self.router_ED[...].astype(jnp.float32))
-        return self.choose(logits_TE, is_token_T)
+        (logits_1TE,) = _ROUTER_LOGITS(x_TD[None], self.router_ED[...])
+        return self.choose(logits_1TE[0], is_token_T)
 
     def choose(
         self, logits_TE: Float[Array, "T E"], is_token_T: Bool[Array, "T"]
@@ -278,8 +276,8 @@ class Block(Layer):
     @staticmethod
     def projections(config: KimiConfig) -> dict[str, Projection]:
         """Of layers that have experts."""
-        logits = Product("BTD,ED->BTE", ("router_ED",), dtype=jnp.float32)
-        return named(Projection("router_shared", (logits, Product("BTD,DF->BTF", ("shared_gate_DF", "shared_up_DF")))))
+        hidden = Product("BTD,DF->BTF", ("shared_gate_DF", "shared_up_DF"))
+        return named(Projection("router_shared", (_ROUTER_LOGITS, hidden)))
 
     def feed_forward(
         self, x_BTD: Float[Array, "B T D"], is_token_BT: Bool[Array, "B T"]
