@@ -65,27 +65,27 @@ def gain(size: int) -> ArrayInfo:
     return ArrayInfo((size,), (None,), mean=1.0, deviation=0.0)
 
 
+_GATE_UP = Product("BTD,DF->BTF", ("gate_DF", "up_DF"))
+_DOWN = Product("BTF,FD->BTD", ("down_FD",))
+MLP_PROJECTIONS = named(Projection("gate_up", (_GATE_UP,)), Projection("down", (_DOWN,)))
+
+
+def run_mlp(layer: Layer, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The gated MLP of a layer with `MLP_PROJECTIONS`."""
+    (hidden_BTF,) = layer.multiply("gate_up", x_BTD)
+    (y_BTD,) = layer.multiply("down", hidden_BTF)
+    return y_BTD
+
+
 def gated_mlp(
     x_BTD: Float[Array, "B T D"],
     gate_DF: Float[Array, "D F"],
     up_DF: Float[Array, "D F"],
     down_FD: Float[Array, "F D"],
 ) -> Float[Array, "B T D"]:
-    gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, gate_DF)
-    up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, up_DF)
-    return jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, down_FD)
-
-
-MLP_PROJECTIONS = named(
-    Projection("gate_up", (Product("BTD,DF->BTF", ("gate_DF", "up_DF")),)),
-    Projection("down", (Product("BTF,FD->BTD", ("down_FD",)),)),
-)
-
-
-def run_mlp(layer: Layer, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """`gated_mlp` of a layer with `MLP_PROJECTIONS`."""
-    (hidden_BTF,) = layer.multiply("gate_up", x_BTD)
-    (y_BTD,) = layer.multiply("down", hidden_BTF)
+    """The same from natural arrays."""
+    (hidden_BTF,) = _GATE_UP(x_BTD, gate_DF, up_DF)
+    (y_BTD,) = _DOWN(hidden_BTF, down_FD)
     return y_BTD
 
 
