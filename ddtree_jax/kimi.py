@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import INT4_GROUP_SIZE, KimiConfig
 from ddtree_jax.latent_attention import Attention, check_attention
-from ddtree_jax.layers import MLP_PROJECTIONS, Layer, everywhere, gain, gated_mlp, run_mlp
+from ddtree_jax.layers import MLP_PROJECTIONS, Layer, Turns, everywhere, gain, gated_mlp, run_mlp
 from ddtree_jax.pallas.add_norm import add_norm, rms_norm
 from ddtree_jax.pallas.choose_experts import choose_experts
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, choose_config, int4_moe
@@ -300,7 +300,7 @@ class Block(Layer):
         self,
         x_BTD: Array,
         normed_BTD: Array,
-        positions_BT: Array,
+        turns: Turns,
         visible_BTt: Array,
         length_B: Array,
         cache_BSW: Array,
@@ -308,7 +308,7 @@ class Block(Layer):
     ):
         """What comes in, as it is and normed; gives the sum behind attention, what is to be added to it, rows, experts."""
         with jax.named_scope("attention"):
-            attended_BTD, rows_BTW = self.attention(normed_BTD, positions_BT, visible_BTt, length_B, cache_BSW)
+            attended_BTD, rows_BTW = self.attention(normed_BTD, turns, visible_BTt, length_B, cache_BSW)
         with jax.named_scope("feed_forward"):
             x_BTD, normed_BTD = self.add_norm(x_BTD, attended_BTD, self.post_attention_norm_D[...])
             y_BTD, experts = self.feed_forward(normed_BTD, is_token_BT)
@@ -391,11 +391,13 @@ class Kimi(Layer):
         x_BTD = self.embed(token_ids_BT)
         first_D, *gains = (gain_D[...] for gain_D in (*(block.input_norm_D for block in self.blocks), self.norm_D))
         normed_BTD = rms_norm(x_BTD, first_D, self.config.rms_norm_eps)
+        rope = self.config.rope
+        turns = Turns.of(positions_BT, rope, self.config.qk_rope_head_dim, rope.amplitude)
         captured, rows, experts = {}, [], []
         for layer, (block, gain_D) in enumerate(zip(self.blocks, gains, strict=True)):
             with jax.named_scope(f"layer_{layer}"):
                 x_BTD, y_BTD, rows_BTW, chosen = block(
-                    x_BTD, normed_BTD, positions_BT, visible_BTt, length_B, cache[layer], is_token_BT
+                    x_BTD, normed_BTD, turns, visible_BTt, length_B, cache[layer], is_token_BT
                 )
                 x_BTD, normed_BTD = block.add_norm(x_BTD, y_BTD, gain_D)
             captured[layer] = x_BTD

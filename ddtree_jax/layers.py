@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,28 +108,27 @@ def rope_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
     return (frequency / rope.factor * ramp + frequency * (1 - ramp)).astype(np.float32)
 
 
-def make_turns(
-    positions_BT: Int32[Array, "B T"], rope: RopeConfig, dim: int, amplitude: float
-) -> tuple[Float[Array, "B T r"], Float[Array, "B T r"]]:
-    """Cosines and sines that turn each of the ``dim / 2`` pairs of a vector at these positions."""
-    angle = positions_BT.astype(jnp.float32)[..., None] * rope_frequencies(rope, dim)[None, None]
-    return jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
+class Turns(NamedTuple):
+    """Cosines and sines that turn each pair of a vector by its row's position; the same for all layers."""
 
+    cos_BTr: Float[Array, "B T r"]
+    sin_BTr: Float[Array, "B T r"]
 
-def rotate(
-    x: Float[Array, "B T heads R"],
-    positions_BT: Int32[Array, "B T"],
-    rope: RopeConfig,
-    *,
-    interleaved: bool,
-    amplitude: float,
-) -> Float[Array, "B T heads R"]:
-    """Rotary embedding over the last axis. Pairs are (2i, 2i+1) if ``interleaved`` (DeepSeek), else (i, i + R/2).
+    @classmethod
+    def of(cls, positions_BT: Int32[Array, "B T"], rope: RopeConfig, dim: int, amplitude: float) -> "Turns":
+        """Of vectors of ``dim`` numbers."""
+        angle_BTr = positions_BT.astype(jnp.float32)[..., None] * rope_frequencies(rope, dim)[None, None]
+        return cls(jnp.cos(angle_BTr) * amplitude, jnp.sin(angle_BTr) * amplitude)
 
-    Pairs stay where they are, so that queries and cached keys must be stored alike; scores do not depend on it.
-    """
-    cos, sin = (turn_BTr[:, :, None] for turn_BTr in make_turns(positions_BT, rope, x.shape[-1], amplitude))
-    if interleaved:
-        return turn_pairs(x, cos, sin)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    def turn_pairs(self, x: Float[Array, "B T heads R"]) -> Float[Array, "B T heads R"]:
+        """Rotary embedding of pairs (2i, 2i + 1), as DeepSeek has it.
+
+        Pairs stay where they are, so that queries and cached keys must be stored alike; scores do not depend on it.
+        """
+        return turn_pairs(x, self.cos_BTr[:, :, None], self.sin_BTr[:, :, None])
+
+    def turn_halves(self, x: Float[Array, "B T heads R"]) -> Float[Array, "B T heads R"]:
+        """Rotary embedding of pairs (i, i + R / 2)."""
+        cos, sin = self.cos_BTr[:, :, None], self.sin_BTr[:, :, None]
+        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
