@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from ddtree_jax.config import DFlashConfig
 from ddtree_jax.layers import MLP_PROJECTIONS, Layer, Turns, gain, run_mlp
 from ddtree_jax.pallas.add_norm import rms_norm
-from ddtree_jax.projections import Product, Projection, named, pack_if_taken
+from ddtree_jax.projections import Product, Projection, are_taken, named, pack_all
 from ddtree_jax.sharding import ArrayInfo, Parameters, partition
 
 KeyValue = tuple[Array, Array]
@@ -232,9 +232,11 @@ def pack_projections(arrays: dict[str, dict[str, Any]], config: DFlashConfig, me
     together = ArrayInfo((config.hidden_size, 2 * config.num_hidden_layers, J, R), CACHE_AXES)
     infos = parameters(config)
     infos["context"]["key_value_DmJR"] = together
-    arrays["context"]["key_value_DmJR"] = _keys_and_values(arrays, config, mesh)
-    pack_if_taken(arrays, infos, projections(config), mesh)
-    arrays["context"].pop("key_value_DmJR", None)
+    tables = infos, projections(config), mesh
+    shape = jax.ShapeDtypeStruct(together.shape, arrays["layer_0"]["k_DJR"].dtype)
+    if are_taken(arrays | {"context": arrays["context"] | {"key_value_DmJR": shape}}, *tables):
+        arrays["context"]["key_value_DmJR"] = _keys_and_values(arrays, config, mesh)
+        pack_all(arrays, *tables)
 
 
 def _keys_and_values(arrays: Mapping[str, Mapping[str, Array]], config: DFlashConfig, mesh: Mesh | None) -> Array:

@@ -22,7 +22,7 @@ from ddtree_jax.pallas.choose_experts import choose_experts
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, choose_config, int4_moe
 from ddtree_jax.pallas.int4_moe import pack_experts as pack_shard
 from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE
-from ddtree_jax.projections import Packed, Product, Projection, named, pack_if_taken
+from ddtree_jax.projections import Packed, Product, Projection, are_taken, named, pack_all
 from ddtree_jax.quant import NIBBLES
 from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, partition, sharding_of
 
@@ -186,7 +186,9 @@ def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> None:
 
 def pack_projections(arrays: dict[str, dict[str, Any]], config: KimiConfig, mesh: Mesh) -> None:
     """Replaces the weights of all projections by packed ones, if `skinny_gemm`'s kernel takes them all on this device."""
-    pack_if_taken(arrays, parameters(config), projections(config), mesh)
+    tables = arrays, parameters(config), projections(config), mesh
+    if are_taken(*tables):
+        pack_all(*tables)
 
 
 def check_kernels(config: KimiConfig, mesh: Mesh) -> None:
