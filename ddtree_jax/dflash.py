@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import DFlashConfig
-from ddtree_jax.layers import MLP_PROJECTIONS, Layer, gain, rotate, run_mlp
+from ddtree_jax.layers import MLP_PROJECTIONS, Layer, Turns, gain, run_mlp
 from ddtree_jax.pallas.add_norm import rms_norm
-from ddtree_jax.projections import Product, Projection, named, pack_if_taken
+from ddtree_jax.projections import Product, Projection, are_taken, named, pack_all
 from ddtree_jax.sharding import ArrayInfo, Parameters, partition
 
 KeyValue = tuple[Array, Array]
@@ -65,26 +65,22 @@ class Block(Layer):
         return named(Projection("qkv", products), Projection("o", (output,))) | MLP_PROJECTIONS
 
     def query_key_value(
-        self, x_BTD: Float[Array, "B T D"], positions_BT: Int32[Array, "B T"]
+        self, x_BTD: Float[Array, "B T D"], turns: Turns
     ) -> tuple[Float[Array, "B T J Q R"], Float[Array, "B T J R"], Float[Array, "B T J R"]]:
         """Of a block's rows, queries and keys rotated."""
         q_BTJQR, key_BTJR, value_BTJR = self.multiply("qkv", x_BTD)
-        return self.finish_query(q_BTJQR, positions_BT), self.finish_key(key_BTJR, positions_BT), value_BTJR
+        return self.finish_query(q_BTJQR, turns), self.finish_key(key_BTJR, turns), value_BTJR
 
-    def finish_key(self, key_BTJR: Float[Array, "B T J R"], positions_BT: Int32[Array, "B T"]) -> Array:
+    def finish_key(self, key_BTJR: Float[Array, "B T J R"], turns: Turns) -> Float[Array, "B T J R"]:
         """Norm and rotation of projected keys."""
-        return self._rotate(rms_norm(key_BTJR, self.k_norm_R[...], self.config.rms_norm_eps), positions_BT)
+        return turns.turn_halves(rms_norm(key_BTJR, self.k_norm_R[...], self.config.rms_norm_eps))
 
-    def finish_query(self, q_BTJQR: Float[Array, "B T J Q R"], positions_BT: Int32[Array, "B T"]) -> Array:
+    def finish_query(self, q_BTJQR: Float[Array, "B T J Q R"], turns: Turns) -> Float[Array, "B T J Q R"]:
         """The same of queries."""
         config = self.config
         q_BTJQR = rms_norm(q_BTJQR, self.q_norm_R[...], config.rms_norm_eps)
         heads_BTHR = q_BTJQR.reshape(*q_BTJQR.shape[:2], config.num_attention_heads, config.head_dim)
-        return self._rotate(heads_BTHR, positions_BT).reshape(q_BTJQR.shape)
-
-    def _rotate(self, x_BTJR: Array, positions_BT: Array) -> Array:
-        config = self.config
-        return rotate(x_BTJR, positions_BT, config.rope, interleaved=False, amplitude=config.rope_amplitude)
+        return turns.turn_halves(heads_BTHR).reshape(q_BTJQR.shape)
 
     def _within_window(self, cache: KeyValue, length_B: Array) -> tuple[KeyValue, Int32[Array, "B"]]:
         """Of a sliding layer as many slots as its window has, among them all that rows from ``length_B`` on see, else all.
@@ -121,9 +117,9 @@ class Block(Layer):
                 block_BTt &= distance_BTt >= 0
         return context_BTS, block_BTt
 
-    def attend(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: KeyValue) -> Array:
+    def attend(self, x_BTD: Array, positions_BT: Array, turns: Turns, length_B: Array, cache: KeyValue) -> Array:
         config = self.config
-        q_BTJQR, key_BTJR, value_BTJR = self.query_key_value(x_BTD, positions_BT)
+        q_BTJQR, key_BTJR, value_BTJR = self.query_key_value(x_BTD, turns)
         cache, first_B = self._within_window(cache, length_B)
         context_BTS, block_BTt = self._visible(positions_BT, length_B, first_B, cache[0].shape[1])
 
@@ -142,16 +138,16 @@ class Block(Layer):
         (y_BTD,) = self.multiply("o", attended_BTJQR)
         return y_BTD
 
-    def __call__(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: KeyValue) -> Array:
+    def __call__(self, x_BTD: Array, positions_BT: Array, turns: Turns, length_B: Array, cache: KeyValue) -> Array:
         eps = self.config.rms_norm_eps
         normed_BTD = rms_norm(x_BTD, self.input_norm_D[...], eps)
-        x_BTD = x_BTD + self.attend(normed_BTD, positions_BT, length_B, cache)
+        x_BTD = x_BTD + self.attend(normed_BTD, positions_BT, turns, length_B, cache)
         normed_BTD = rms_norm(x_BTD, self.post_attention_norm_D[...], eps)
         return x_BTD + run_mlp(self, normed_BTD)
 
 
 class DFlash(Layer):
-    """The drafter. It has neither an embedding nor a head: both are the target's. ``mesh`` is where the arrays lie.
+    """The drafter. It has neither an embedding nor a head: both are the target's.
 
     Context rows of all layers are one product with ``key_value_DmJR``; m are keys of every layer, then their values.
     These weights are here a second time, since neither a part of them nor their concatenation is free inside a loop.
@@ -160,8 +156,7 @@ class DFlash(Layer):
     block_type = Block
 
     def __init__(self, config: DFlashConfig, arrays: Mapping[str, Mapping[str, Array]], mesh: Mesh | None = None):
-        super().__init__(config, {**arrays["context"], **arrays["head"]})
-        self.mesh = mesh
+        super().__init__(config, {**arrays["context"], **arrays["head"]}, mesh)
         self.blocks = nnx.List(
             self.block_type(config, layer, arrays[f"layer_{layer}"]) for layer in range(config.num_hidden_layers)
         )
@@ -193,10 +188,15 @@ class DFlash(Layer):
         (rows_BTmJR,) = self.multiply("context_kv", context_BTD)
         rows_mBTJR = jnp.moveaxis(rows_BTmJR, 2, 0)
         keys, values = rows_mBTJR[: len(self.blocks)], rows_mBTJR[len(self.blocks) :]
+        turns = self.turns(positions_BT)
         return [
-            (block.finish_key(key_BTJR, positions_BT), value_BTJR)
+            (block.finish_key(key_BTJR, turns), value_BTJR)
             for block, key_BTJR, value_BTJR in zip(self.blocks, keys, values, strict=True)
         ]
+
+    def turns(self, positions_BT: Int32[Array, "B T"]) -> Turns:
+        config = self.config
+        return Turns.of(positions_BT, config.rope, config.head_dim, config.rope_amplitude)
 
     def project(self, features_BTY: Float[Array, "B T Y"]) -> Float[Array, "B T D"]:
         """What all layers' keys and values of the context are made from, whole on every device."""
@@ -219,10 +219,10 @@ class DFlash(Layer):
 
         Slots of the cache from ``length_B`` on are not seen, but must be finite: their values are multiplied by zero.
         """
-        x_BTD = embedded_BTD
+        x_BTD, turns = embedded_BTD, self.turns(positions_BT)
         for layer, block in enumerate(self.blocks):
             with jax.named_scope(f"layer_{layer}"):
-                x_BTD = block(x_BTD, positions_BT, length_B, cache[layer])
+                x_BTD = block(x_BTD, positions_BT, turns, length_B, cache[layer])
         return rms_norm(x_BTD, self.norm_D[...], self.config.rms_norm_eps)
 
 
@@ -232,9 +232,11 @@ def pack_projections(arrays: dict[str, dict[str, Any]], config: DFlashConfig, me
     together = ArrayInfo((config.hidden_size, 2 * config.num_hidden_layers, J, R), CACHE_AXES)
     infos = parameters(config)
     infos["context"]["key_value_DmJR"] = together
-    arrays["context"]["key_value_DmJR"] = _keys_and_values(arrays, config, mesh)
-    pack_if_taken(arrays, infos, projections(config), mesh)
-    arrays["context"].pop("key_value_DmJR", None)
+    tables = infos, projections(config), mesh
+    shape = jax.ShapeDtypeStruct(together.shape, arrays["layer_0"]["k_DJR"].dtype)
+    if are_taken(arrays | {"context": arrays["context"] | {"key_value_DmJR": shape}}, *tables):
+        arrays["context"]["key_value_DmJR"] = _keys_and_values(arrays, config, mesh)
+        pack_all(arrays, *tables)
 
 
 def _keys_and_values(arrays: Mapping[str, Mapping[str, Array]], config: DFlashConfig, mesh: Mesh | None) -> Array:

@@ -16,13 +16,13 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import INT4_GROUP_SIZE, KimiConfig
 from ddtree_jax.latent_attention import Attention, check_attention
-from ddtree_jax.layers import MLP_PROJECTIONS, Layer, everywhere, gain, gated_mlp, run_mlp
+from ddtree_jax.layers import MLP_PROJECTIONS, Layer, Turns, everywhere, gain, gated_mlp, run_mlp
 from ddtree_jax.pallas.add_norm import add_norm, rms_norm
 from ddtree_jax.pallas.choose_experts import choose_experts
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, choose_config, int4_moe
 from ddtree_jax.pallas.int4_moe import pack_experts as pack_shard
 from ddtree_jax.pallas.tree_mla import SLOT_MULTIPLE
-from ddtree_jax.projections import Packed, Product, Projection, named, pack_if_taken
+from ddtree_jax.projections import Packed, Product, Projection, are_taken, named, pack_all
 from ddtree_jax.quant import NIBBLES
 from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, partition, sharding_of
 
@@ -40,6 +40,8 @@ _WORD_SPECS = ExpertWeights(
 EXPERT_SPECS = {ExpertBlocks: BLOCK_SPECS, ExpertWeights: _WORD_SPECS}
 SHARED_SPECS = partition((None, "width")), partition((None, "width")), partition(("width", None))
 
+_ROUTER_LOGITS = Product("BTD,ED->BTE", ("router_ED",), dtype=jnp.float32)
+
 
 class TargetOutput(NamedTuple):
     """What one pass over T tokens gives.
@@ -55,18 +57,7 @@ class TargetOutput(NamedTuple):
 
 
 class Router(Layer):
-    """Sigmoid scores in float32; the bias takes part in the choice alone, never in the weights.
-
-    Where its weight is packed, logits come from bfloat16 operands and float32 sums: products of bfloat16 numbers are exact in
-    float32, so that they are those of operands converted before.
-    """
-
-    def __init__(
-        self, config: KimiConfig, arrays: Mapping[str, Array], mesh: Mesh | None = None, has_kernels: bool = False
-    ):
-        super().__init__(config, arrays)
-        self.mesh = mesh
-        self.has_kernels = has_kernels
+    """Sigmoid scores in float32; the bias takes part in the choice alone, never in the weights."""
 
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
@@ -79,8 +70,8 @@ class Router(Layer):
         self, x_TD: Float[Array, "T D"], is_token_T: Bool[Array, "T"]
     ) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
         """Numbers of the chosen experts, -1 where there is no token, and their weights."""
-        logits_TE = jnp.einsum("TD,ED->TE", x_TD.astype(jnp.float32), self.router_ED[...].astype(jnp.float32))
-        return self.choose(logits_TE, is_token_T)
+        (logits_1TE,) = _ROUTER_LOGITS(x_TD[None], self.router_ED[...])
+        return self.choose(logits_1TE[0], is_token_T)
 
     def choose(
         self, logits_TE: Float[Array, "T E"], is_token_T: Bool[Array, "T"]
@@ -197,7 +188,9 @@ def pack_experts(arrays: dict[str, dict[str, Array]], mesh: Mesh) -> None:
 
 def pack_projections(arrays: dict[str, dict[str, Any]], config: KimiConfig, mesh: Mesh) -> None:
     """Replaces the weights of all projections by packed ones, if `skinny_gemm`'s kernel takes them all on this device."""
-    pack_if_taken(arrays, parameters(config), projections(config), mesh)
+    tables = arrays, parameters(config), projections(config), mesh
+    if are_taken(*tables):
+        pack_all(*tables)
 
 
 def check_kernels(config: KimiConfig, mesh: Mesh) -> None:
@@ -270,9 +263,7 @@ class Block(Layer):
     def __init__(
         self, config: KimiConfig, layer: int, arrays: Mapping[str, Array], mesh: Mesh | None, has_kernels: bool
     ):
-        super().__init__(config, arrays)
-        self.mesh = mesh
-        self.has_kernels = has_kernels
+        super().__init__(config, arrays, mesh, has_kernels)
         self.attention = Attention(config, arrays, mesh, has_kernels)
         self.is_dense = config.is_dense(layer)
         if self.is_dense:
@@ -289,8 +280,8 @@ class Block(Layer):
     @staticmethod
     def projections(config: KimiConfig) -> dict[str, Projection]:
         """Of layers that have experts."""
-        logits = Product("BTD,ED->BTE", ("router_ED",), dtype=jnp.float32)
-        return named(Projection("router_shared", (logits, Product("BTD,DF->BTF", ("shared_gate_DF", "shared_up_DF")))))
+        hidden = Product("BTD,DF->BTF", ("shared_gate_DF", "shared_up_DF"))
+        return named(Projection("router_shared", (_ROUTER_LOGITS, hidden)))
 
     def feed_forward(
         self, x_BTD: Float[Array, "B T D"], is_token_BT: Bool[Array, "B T"]
@@ -313,7 +304,7 @@ class Block(Layer):
         self,
         x_BTD: Array,
         normed_BTD: Array,
-        positions_BT: Array,
+        turns: Turns,
         visible_BTt: Array,
         length_B: Array,
         cache_BSW: Array,
@@ -321,7 +312,7 @@ class Block(Layer):
     ):
         """What comes in, as it is and normed; gives the sum behind attention, what is to be added to it, rows, experts."""
         with jax.named_scope("attention"):
-            attended_BTD, rows_BTW = self.attention(normed_BTD, positions_BT, visible_BTt, length_B, cache_BSW)
+            attended_BTD, rows_BTW = self.attention(normed_BTD, turns, visible_BTt, length_B, cache_BSW)
         with jax.named_scope("feed_forward"):
             x_BTD, normed_BTD = self.add_norm(x_BTD, attended_BTD, self.post_attention_norm_D[...])
             y_BTD, experts = self.feed_forward(normed_BTD, is_token_BT)
@@ -338,8 +329,8 @@ class Block(Layer):
 class Kimi(Layer):
     """The target. ``capture`` names the layers whose outputs, concatenated, are the drafter's features.
 
-    ``mesh`` is where the arrays lie, if that is a mesh. ``has_kernels`` lets attention take the kernel; experts and
-    projections take theirs if their arrays are the kernels' blocks (`pack_experts`, `pack_projections`).
+    Experts and projections take their kernels if their arrays are the kernels' blocks (`pack_experts`,
+    `pack_projections`), whatever ``has_kernels`` says.
     """
 
     def __init__(
@@ -350,8 +341,7 @@ class Kimi(Layer):
         mesh: Mesh | None = None,
         has_kernels: bool = False,
     ):
-        super().__init__(config, {**arrays["embed"], **arrays["head"]})
-        self.mesh = mesh
+        super().__init__(config, {**arrays["embed"], **arrays["head"]}, mesh, has_kernels)
         self.capture = capture
         self.blocks = nnx.List(
             Block(config, layer, arrays[f"layer_{layer}"], mesh, has_kernels)
@@ -405,11 +395,13 @@ class Kimi(Layer):
         x_BTD = self.embed(token_ids_BT)
         first_D, *gains = (gain_D[...] for gain_D in (*(block.input_norm_D for block in self.blocks), self.norm_D))
         normed_BTD = rms_norm(x_BTD, first_D, self.config.rms_norm_eps)
+        rope = self.config.rope
+        turns = Turns.of(positions_BT, rope, self.config.qk_rope_head_dim, rope.amplitude)
         captured, rows, experts = {}, [], []
         for layer, (block, gain_D) in enumerate(zip(self.blocks, gains, strict=True)):
             with jax.named_scope(f"layer_{layer}"):
                 x_BTD, y_BTD, rows_BTW, chosen = block(
-                    x_BTD, normed_BTD, positions_BT, visible_BTt, length_B, cache[layer], is_token_BT
+                    x_BTD, normed_BTD, turns, visible_BTt, length_B, cache[layer], is_token_BT
                 )
                 x_BTD, normed_BTD = block.add_norm(x_BTD, y_BTD, gain_D)
             captured[layer] = x_BTD

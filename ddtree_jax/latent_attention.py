@@ -4,7 +4,7 @@ Formulas follow the published ``modeling_deepseek.py``.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import KimiConfig
-from ddtree_jax.layers import Layer, everywhere, gain, make_turns
-from ddtree_jax.pallas.latent_rows import LatentRows, latent_rows, turn_pairs
+from ddtree_jax.layers import Layer, Turns, everywhere, gain
+from ddtree_jax.pallas.latent_rows import LatentRows, latent_rows
 from ddtree_jax.pallas.tree_mla import ROW_MULTIPLE, SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
 from ddtree_jax.projections import Product, Projection, named
 from ddtree_jax.sharding import RULES, ArrayInfo
@@ -26,15 +26,8 @@ _latent_rows = jax.jit(latent_rows, static_argnames=("eps", "multiple", "has_ker
 class Attention(Layer):
     """Multi-head latent attention. Keys and values are never expanded: queries move into the latent space instead.
 
-    On a mesh every shard attends with its own heads. ``has_kernels`` allows the kernel where the program is for a GPU.
+    On a mesh every shard attends with its own heads.
     """
-
-    def __init__(
-        self, config: KimiConfig, arrays: Mapping[str, Array], mesh: Mesh | None = None, has_kernels: bool = False
-    ):
-        super().__init__(config, arrays)
-        self.mesh = mesh
-        self.has_kernels = has_kernels
 
     @staticmethod
     def parameters(config: KimiConfig) -> dict[str, ArrayInfo]:
@@ -65,30 +58,26 @@ class Attention(Layer):
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
-        positions_BT: Int32[Array, "B T"],
+        turns: Turns,
         visible_BTt: Bool[Array, "B T T"],
         length_B: Int32[Array, "B"],
         cache_BSW: Float[Array, "B S W"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T W"]]:
-        config = self.config
-        turn_BTr = make_turns(positions_BT, config.rope, config.qk_rope_head_dim, config.rope.amplitude)
-        made = self._make_rows(*self.multiply("qkv_a", x_BTD), *turn_BTr)
+        made = self._make_rows(*self.multiply("qkv_a", x_BTD), turns)
         q_BTHP, q_BTHR = self.multiply("q_b", made.query_BTA)
         (q_BTHC,) = self.multiply("key_up", q_BTHP)
-        q_BTHR = turn_pairs(q_BTHR, *(of_pair_BTr[:, :, None] for of_pair_BTr in turn_BTr))
-        query_BTHW = jnp.concatenate([q_BTHC, q_BTHR], axis=-1)
+        query_BTHW = jnp.concatenate([q_BTHC, turns.turn_pairs(q_BTHR)], axis=-1)
         attended_BTHC = self._attend(query_BTHW, cache_BSW, made.rows_BTW, length_B, visible_BTt, made.tile_BtW)
         (value_BTHU,) = self.multiply("value_up", attended_BTHC)
         (y_BTD,) = self.multiply("o", value_BTHU)
         return y_BTD, made.rows_BTW
 
-    def _make_rows(self, *arrays: Array) -> LatentRows:
-        """From both first projections, and the cosines and sines of the rows' positions."""
+    def _make_rows(self, query_BTA: Array, latent_BTW: Array, turns: Turns) -> LatentRows:
+        """From both first projections."""
         make = functools.partial(
             _latent_rows, eps=self.config.latent_norm_eps, multiple=ROW_MULTIPLE, has_kernels=self.has_kernels
         )
-        projected, turn_BTr = arrays[:2], arrays[2:]
-        return everywhere(make, self.mesh)(*projected, self.q_norm_A[...], self.kv_norm_C[...], *turn_BTr)
+        return everywhere(make, self.mesh)(query_BTA, latent_BTW, self.q_norm_A[...], self.kv_norm_C[...], *turns)
 
     def _attend(self, *arrays: Array) -> Float[Array, "B T H C"]:
         config = self.config

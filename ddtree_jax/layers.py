@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,14 @@ from ddtree_jax.sharding import ArrayInfo
 class Layer(nnx.Module):
     """A module whose parameters are the entries of ``parameters(config)``, taken by name out of a table of arrays.
 
-    Those that the table has packed are held by their projections' names instead.
+    Those that the table has packed are held by their projections' names instead. ``mesh`` is where the arrays lie, if that is
+    a mesh; ``has_kernels`` allows kernels where the program is for a GPU.
     """
 
-    def __init__(self, config: Any, arrays: Mapping[str, Any]):
-        self.config = config
+    def __init__(
+        self, config: Any, arrays: Mapping[str, Any], mesh: Mesh | None = None, has_kernels: bool = False
+    ) -> None:
+        self.config, self.mesh, self.has_kernels = config, mesh, has_kernels
         self.packed = nnx.data({name: arrays[name] for name in self.projections(config) if name in arrays})
         replaced = {name for leaf in arrays.values() if isinstance(leaf, Packed) for name in leaf.form.names}
         for name in self.parameters(config):
@@ -62,27 +65,27 @@ def gain(size: int) -> ArrayInfo:
     return ArrayInfo((size,), (None,), mean=1.0, deviation=0.0)
 
 
+_GATE_UP = Product("BTD,DF->BTF", ("gate_DF", "up_DF"))
+_DOWN = Product("BTF,FD->BTD", ("down_FD",))
+MLP_PROJECTIONS = named(Projection("gate_up", (_GATE_UP,)), Projection("down", (_DOWN,)))
+
+
+def run_mlp(layer: Layer, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The gated MLP of a layer with `MLP_PROJECTIONS`."""
+    (hidden_BTF,) = layer.multiply("gate_up", x_BTD)
+    (y_BTD,) = layer.multiply("down", hidden_BTF)
+    return y_BTD
+
+
 def gated_mlp(
     x_BTD: Float[Array, "B T D"],
     gate_DF: Float[Array, "D F"],
     up_DF: Float[Array, "D F"],
     down_FD: Float[Array, "F D"],
 ) -> Float[Array, "B T D"]:
-    gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, gate_DF)
-    up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, up_DF)
-    return jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, down_FD)
-
-
-MLP_PROJECTIONS = named(
-    Projection("gate_up", (Product("BTD,DF->BTF", ("gate_DF", "up_DF")),)),
-    Projection("down", (Product("BTF,FD->BTD", ("down_FD",)),)),
-)
-
-
-def run_mlp(layer: Layer, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """`gated_mlp` of a layer with `MLP_PROJECTIONS`."""
-    (hidden_BTF,) = layer.multiply("gate_up", x_BTD)
-    (y_BTD,) = layer.multiply("down", hidden_BTF)
+    """The same from natural arrays."""
+    (hidden_BTF,) = _GATE_UP(x_BTD, gate_DF, up_DF)
+    (y_BTD,) = _DOWN(hidden_BTF, down_FD)
     return y_BTD
 
 
@@ -105,28 +108,27 @@ def rope_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
     return (frequency / rope.factor * ramp + frequency * (1 - ramp)).astype(np.float32)
 
 
-def make_turns(
-    positions_BT: Int32[Array, "B T"], rope: RopeConfig, dim: int, amplitude: float
-) -> tuple[Float[Array, "B T r"], Float[Array, "B T r"]]:
-    """Cosines and sines that turn each of the ``dim / 2`` pairs of a vector at these positions."""
-    angle = positions_BT.astype(jnp.float32)[..., None] * rope_frequencies(rope, dim)[None, None]
-    return jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
+class Turns(NamedTuple):
+    """Cosines and sines that turn each pair of a vector by its row's position; the same for all layers."""
 
+    cos_BTr: Float[Array, "B T r"]
+    sin_BTr: Float[Array, "B T r"]
 
-def rotate(
-    x: Float[Array, "B T heads R"],
-    positions_BT: Int32[Array, "B T"],
-    rope: RopeConfig,
-    *,
-    interleaved: bool,
-    amplitude: float,
-) -> Float[Array, "B T heads R"]:
-    """Rotary embedding over the last axis. Pairs are (2i, 2i+1) if ``interleaved`` (DeepSeek), else (i, i + R/2).
+    @classmethod
+    def of(cls, positions_BT: Int32[Array, "B T"], rope: RopeConfig, dim: int, amplitude: float) -> "Turns":
+        """Of vectors of ``dim`` numbers."""
+        angle_BTr = positions_BT.astype(jnp.float32)[..., None] * rope_frequencies(rope, dim)[None, None]
+        return cls(jnp.cos(angle_BTr) * amplitude, jnp.sin(angle_BTr) * amplitude)
 
-    Pairs stay where they are, so that queries and cached keys must be stored alike; scores do not depend on it.
-    """
-    cos, sin = (turn_BTr[:, :, None] for turn_BTr in make_turns(positions_BT, rope, x.shape[-1], amplitude))
-    if interleaved:
-        return turn_pairs(x, cos, sin)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    def turn_pairs(self, x: Float[Array, "B T heads R"]) -> Float[Array, "B T heads R"]:
+        """Rotary embedding of pairs (2i, 2i + 1), as DeepSeek has it.
+
+        Pairs stay where they are, so that queries and cached keys must be stored alike; scores do not depend on it.
+        """
+        return turn_pairs(x, self.cos_BTr[:, :, None], self.sin_BTr[:, :, None])
+
+    def turn_halves(self, x: Float[Array, "B T heads R"]) -> Float[Array, "B T heads R"]:
+        """Rotary embedding of pairs (i, i + R / 2)."""
+        cos, sin = self.cos_BTr[:, :, None], self.sin_BTr[:, :, None]
+        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -153,20 +153,6 @@ def named(*projections: Projection) -> dict[str, Projection]:
     return {projection.name: projection for projection in projections}
 
 
-def pack_if_taken(
-    arrays: dict[str, dict[str, Any]],
-    parameters: Parameters,
-    projections: Mapping[str, Sequence[Projection]],
-    mesh: Mesh,
-) -> None:
-    """`pack_all`, or nothing if the kernel does not take one of the projections on this device."""
-    try:
-        check(arrays, parameters, projections, mesh)
-    except NotImplementedError:
-        return
-    pack_all(arrays, parameters, projections, mesh)
-
-
 def pack_all(
     arrays: dict[str, dict[str, Any]],
     parameters: Parameters,
@@ -181,6 +167,20 @@ def pack_all(
         for projection in projections.get(part, ()):
             pack, form = _packer(projection, table, parameters[part], mesh)
             table[projection.name] = Packed(pack(*(table.pop(name) for name in projection.names)), form)
+
+
+def are_taken(
+    arrays: Mapping[str, Mapping[str, Any]],
+    parameters: Parameters,
+    projections: Mapping[str, Sequence[Projection]],
+    mesh: Mesh,
+) -> bool:
+    """Whether the kernel takes all projections on this device; of the arrays, shapes and dtypes are enough."""
+    try:
+        check(arrays, parameters, projections, mesh)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def check(

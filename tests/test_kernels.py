@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_pairs import target_config
 
-from ddtree_jax import generate, kimi
+from ddtree_jax import generate, kimi, layers
 from ddtree_jax.config import KimiConfig
 from ddtree_jax.sharding import initialize, make_mesh, sharding_of
 
@@ -36,7 +36,9 @@ def inputs(dtype=jnp.float32) -> tuple:
     cache_BSW = jnp.asarray(rng.normal(size=(2, 16, CONFIG.kv_lora_rank + CONFIG.qk_rope_head_dim)), dtype)
     visible_BTt = jnp.asarray(rng.random((2, 5, 5)) < 0.5) | jnp.eye(5, dtype=bool)[None]
     length_B = jnp.array([7, 0], jnp.int32)
-    return x_BTD, length_B[:, None] + jnp.arange(5)[None], visible_BTt, length_B, cache_BSW
+    positions_BT = length_B[:, None] + jnp.arange(5)[None]
+    turns = layers.Turns.of(positions_BT, CONFIG.rope, CONFIG.qk_rope_head_dim, CONFIG.rope.amplitude)
+    return x_BTD, turns, visible_BTt, length_B, cache_BSW
 
 
 @pytest.mark.parametrize("mesh", MESHES)

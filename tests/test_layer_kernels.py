@@ -14,7 +14,7 @@ from simt_numpy import Memory, NumpyThreads, shared
 from ddtree_jax import layers
 from ddtree_jax.config import RopeConfig
 from ddtree_jax.pallas import add_norm, choose_experts, latent_rows, simt
-from ddtree_jax.pallas.add_norm import Row, add_and_norm
+from ddtree_jax.pallas.add_norm import Config, Row, add_and_norm
 from ddtree_jax.pallas.choose_experts import Choice, choose
 from ddtree_jax.pallas.latent_rows import Parts, make_rows
 from ddtree_jax.pallas.simt import UINT
@@ -44,10 +44,10 @@ def launch(
 
 
 def run_add_norm(x: np.ndarray, y: np.ndarray, gain: np.ndarray, parts: int, max_threads: int) -> list[np.ndarray]:
-    shape = Row.of(x.shape[1], EPS, parts, max_threads)
+    shape = Row.of(*x.shape, EPS, Config(max_parts=parts, max_threads=max_threads))
 
     def block(t: Any, *args: Any) -> None:
-        add_and_norm(t, shape, *args, shared(shape.num_threads // 32, np.float32))
+        add_and_norm(t, *args, shared(shape.num_threads // 32, np.float32), shape=shape)
 
     return launch(block, shape.num_threads, (len(x), parts), [x, y, gain], [(x.shape, jnp.bfloat16)] * 2)
 
@@ -83,12 +83,15 @@ def test_add_norm(width, parts, max_threads, of_added):
 
 def run_choose(logits: np.ndarray, bias: np.ndarray, is_token: np.ndarray, num_chosen: int, factor: float) -> list:
     shape = Choice.of(*logits.shape, num_chosen, factor)
+    num_warps = shape.num_warps
     outs = [((len(logits), num_chosen), np.int32), ((len(logits), num_chosen), np.float32)]
 
     def block(t: Any, *args: Any) -> None:
-        choose(t, shape, *args, shared(4 * shape.num_experts, np.float32))
+        choose(t, *args, shared(num_warps * shape.num_experts, np.float32), shape=shape)
 
-    return launch(block, 128, (-(-len(logits) // 4),), [logits, bias, is_token.astype(np.int32)], outs)
+    return launch(
+        block, 32 * num_warps, (-(-len(logits) // num_warps),), [logits, bias, is_token.astype(np.int32)], outs
+    )
 
 
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(5, 384, 8), (3, 61, 3), (1, 130, 6), (2, 8, 8)])
@@ -126,7 +129,7 @@ def run_rows(arrays: Sequence, num_tokens: int, widths: tuple[int, int, int], mu
     num_warps = shape.num_threads // 32
 
     def block(t: Any, *args: Any) -> None:
-        make_rows(t, shape, *args, shared(num_warps, np.float32), shared(num_warps, UINT))
+        make_rows(t, *args, shared(num_warps, np.float32), shared(num_warps, UINT), shape=shape)
 
     sizes = (num_tokens, query), (num_tokens, latent + rotary), (num_rows, latent + rotary)
     outs = [((batch, *size), jnp.bfloat16) for size in sizes]
@@ -156,7 +159,7 @@ def test_rows(batch, tokens, widths, multiple):
         np.testing.assert_allclose(np.asarray(array, np.float32), np.asarray(other, np.float32), rtol=0.01, atol=0.02)
     # The key is turned as the layers do it.
     key = projected[1][..., None, latent:]
-    turned = layers.rotate(jnp.asarray(key), positions, rope, interleaved=True, amplitude=amplitude)
+    turned = layers.Turns.of(positions, rope, rotary, amplitude).turn_pairs(jnp.asarray(key))
     np.testing.assert_array_equal(expected.rows_BTW[..., latent:], turned[:, :, 0])
     for column in (0, latent + 1) if batch > 1 else ():
         broken_query, broken = (array.copy() for array in projected)

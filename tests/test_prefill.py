@@ -10,6 +10,7 @@ from small_pairs import make_pair
 
 from ddtree_jax import DecodeConfig, Engine, SamplingParams, dflash
 from ddtree_jax.config import DFlashConfig, RopeConfig
+from ddtree_jax.layers import Turns
 from ddtree_jax.sharding import initialize
 
 pytest_plugins = ["engines"]
@@ -108,9 +109,10 @@ def test_a_drafter_layer_reads_a_window_of_many_slots(sliding, monkeypatch):
     cache = tuple(random.normal(size=(5, num_slots, 1, 4)).astype(np.float32) for _ in range(2))
     length_B = jnp.asarray(lengths, jnp.int32)
     positions_BT = length_B[:, None] + jnp.arange(NUM_ROWS, dtype=jnp.int32)[None]
+    turns = Turns.of(positions_BT, layer.config.rope, layer.config.head_dim, 1.0)
 
     def attend() -> np.ndarray:
-        return np.asarray(layer.attend(x_BTD, positions_BT, length_B, tuple(map(jnp.asarray, cache))))
+        return np.asarray(layer.attend(x_BTD, positions_BT, turns, length_B, tuple(map(jnp.asarray, cache))))
 
     with monkeypatch.context() as patch:
         patch.setattr(dflash, "_LEAST_WINDOWS", num_slots)

@@ -33,35 +33,47 @@ from ddtree_jax.pallas.bfloat16_rows import (
 from ddtree_jax.pallas.simt import FLOAT, INT, UINT
 
 _WARPGROUP = 128
-MAX_THREADS = 1024
-_NUM_BLOCKS, _MAX_PARTS = 128, 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A row takes up to ``max_parts`` blocks, fewer where all rows together would take more than ``num_blocks``."""
+
+    max_threads: int = 1024
+    max_parts: int = 4
+    num_blocks: int = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Static shape: rows of ``width``, of which a thread adds up ``turns`` units; each of ``parts`` blocks stores a share."""
+    """Static shape: a thread adds up ``num_turns`` units of a row of ``width``; ``num_parts`` blocks store a share each."""
 
     width: int
     eps: float
-    turns: int
+    num_turns: int
     num_threads: int
-    parts: int
+    num_parts: int
 
     @classmethod
-    def of(cls, width: int, eps: float, parts: int = 1, max_threads: int = MAX_THREADS) -> "Row":
-        units = width // UNIT
-        turns = -(-units // max_threads)
-        num_threads = _WARPGROUP * -(-units // (turns * _WARPGROUP))
-        return cls(width=width, eps=eps, turns=turns, num_threads=num_threads, parts=parts)
+    def of(cls, num_rows: int, width: int, eps: float, config: Config = Config()) -> "Row":
+        num_units = width // UNIT
+        num_turns = -(-num_units // config.max_threads)
+        return cls(
+            width=width,
+            eps=eps,
+            num_turns=num_turns,
+            num_threads=_WARPGROUP * -(-num_units // (num_turns * _WARPGROUP)),
+            num_parts=max(1, min(config.max_parts, config.num_blocks // num_rows)),
+        )
 
 
 def add_and_norm(
-    t: Any, shape: Row, row: Any, part: Any, x: Any, y: Any, gain: Any, out_sum: Any, out_normed: Any, sums: Any
+    t: Any, row: Any, part: Any, x: Any, y: Any, gain: Any, out_sum: Any, out_normed: Any, sums: Any, *, shape: Row
 ) -> None:
     """Global memory: x, y [T, D], gain [D], outs [T, D]; shared: sums [warps]."""
     num_units = shape.width // UNIT
-    share = -(-num_units // shape.parts)
-    units = [t.thread() + turn * shape.num_threads for turn in range(shape.turns)]
+    share = -(-num_units // shape.num_parts)
+    units = [t.thread() + turn * shape.num_threads for turn in range(shape.num_turns)]
     is_mine = [(unit >= part * share) & (unit < (part + 1) * share) & (unit < num_units) for unit in units]
     columns = [t.minimum(unit, num_units - 1) * UNIT for unit in units]
     loaded = [[load_unit(t, memory, row * shape.width + column) for memory in (x, y)] for column in columns]
@@ -123,8 +135,7 @@ def add_norm_gpu(
     gain_D: Float[Array, "D"],
     *,
     eps: float,
-    max_threads: int = MAX_THREADS,
-    max_parts: int = _MAX_PARTS,
+    config: Config = Config(),
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """`add_norm` by the kernel alone.
 
@@ -138,25 +149,21 @@ def add_norm_gpu(
         raise NotImplementedError(f"types are {', '.join(types)}; bfloat16 is needed, or float32 of what is added")
     if width % UNIT:
         raise NotImplementedError(f"rows of {width}; a multiple of {UNIT} is needed")
-    parts = max(1, min(max_parts, _NUM_BLOCKS // num_rows))
-    shape = Row.of(width, eps, parts, max_threads)
+    shape = Row.of(num_rows, width, eps, config)
     kinds = (UINT, FLOAT if types[1] == "float32" else UINT, UINT, UINT, UINT, FLOAT)
 
     def body(*refs: Any) -> None:
         pairs = list(zip(refs, kinds, strict=True))
-        simt.run(functools.partial(_add_and_norm, shape), pairs, [lax.axis_index("row"), lax.axis_index("part")])
+        numbers = [lax.axis_index("row"), lax.axis_index("part")]
+        simt.run(functools.partial(add_and_norm, shape=shape), pairs, numbers)
 
     like = jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)
     total_TD, normed_TD = plgpu.kernel(
         body,
         out_type=(like, like),
-        grid=(num_rows, parts),
+        grid=(num_rows, shape.num_parts),
         grid_names=("row", "part"),
         scratch_types=[plgpu.SMEM((shape.num_threads // 32,), jnp.float32)],
         **simt.options("add_norm", shape.num_threads),
     )(x_TD, y_TD, gain_D)
     return total_TD, normed_TD
-
-
-def _add_and_norm(shape: Row, t: Any, *args: Any) -> None:
-    add_and_norm(t, shape, *args)

@@ -25,39 +25,47 @@ from ddtree_jax.pallas.simt import FLOAT, INT, UINT, WIDE
 from ddtree_jax.pallas.tree_expand_top import key_of
 
 _LANES = 32
-_WARPS = 4
 MAX_EXPERTS = 1024
 TINY = 1e-20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A block takes ``num_warps`` tokens."""
+
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Static shape: a lane holds ``turns`` times ``width`` neighbouring experts."""
+    """Static shape: a lane holds ``num_turns`` times ``width`` neighbouring experts; a block has ``num_warps``."""
 
     num_tokens: int
     num_experts: int
     num_chosen: int
     factor: float
-    turns: int
+    num_turns: int
     width: int
+    num_warps: int
 
     @classmethod
-    def of(cls, num_tokens: int, num_experts: int, num_chosen: int, factor: float) -> "Choice":
+    def of(
+        cls, num_tokens: int, num_experts: int, num_chosen: int, factor: float, config: Config = Config()
+    ) -> "Choice":
         width = next(width for width in (4, 2, 1) if num_experts % width == 0)
-        turns = -(-num_experts // (_LANES * width))
         return cls(
             num_tokens=num_tokens,
             num_experts=num_experts,
             num_chosen=num_chosen,
             factor=factor,
-            turns=turns,
+            num_turns=-(-num_experts // (_LANES * width)),
             width=width,
+            num_warps=config.num_warps,
         )
 
 
 def choose(
     t: Any,
-    shape: Choice,
     block: Any,
     logits: Any,
     bias: Any,
@@ -65,10 +73,12 @@ def choose(
     out_expert: Any,
     out_weight: Any,
     scores: Any,
+    *,
+    shape: Choice,
 ) -> None:
     """Global memory: logits [T, E], bias [E], is_token [T] as int32, outs [T, X]; shared: scores [warps, E]."""
     lane, warp = t.thread() & (_LANES - 1), t.thread() >> 5
-    number = block * _WARPS + warp
+    number = block * shape.num_warps + warp
     token = t.minimum(number, shape.num_tokens - 1)
     here = t.load(is_token, token)
     keys = _load_keys(t, shape, lane, token, logits, bias, scores, warp * shape.num_experts)
@@ -95,7 +105,7 @@ def choose(
 def _load_keys(t: Any, shape: Choice, lane: Any, token: Any, logits: Any, bias: Any, scores: Any, at: Any) -> list:
     """Keys of a lane's experts: larger is better; 0, which is worse than any, for what is no expert. Stores scores."""
     keys = []
-    for turn in range(shape.turns):
+    for turn in range(shape.num_turns):
         first = (lane + turn * _LANES) * shape.width
         inside = t.minimum(first, shape.num_experts - shape.width)
         logit = t.load_vector(logits, token * shape.num_experts + inside, shape.width)
@@ -167,6 +177,8 @@ def choose_experts_gpu(
     is_token_T: Bool[Array, "T"],
     num_chosen: int,
     factor: float,
+    *,
+    config: Config = Config(),
 ) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
     """`choose_experts` by the kernel alone.
 
@@ -180,23 +192,19 @@ def choose_experts_gpu(
         raise NotImplementedError(
             f"{num_chosen} of {num_experts} experts; at most {_LANES} of {MAX_EXPERTS} can be chosen"
         )
-    shape = Choice.of(num_tokens, num_experts, num_chosen, factor)
+    shape = Choice.of(num_tokens, num_experts, num_chosen, factor, config)
 
     def body(*refs: Any) -> None:
         pairs = list(zip(refs, (FLOAT, FLOAT, INT, INT, FLOAT, FLOAT), strict=True))
-        simt.run(functools.partial(_choose, shape), pairs, [lax.axis_index("block")])
+        simt.run(functools.partial(choose, shape=shape), pairs, [lax.axis_index("block")])
 
     outs = (num_tokens, num_chosen)
     expert_TX, weight_TX = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct(outs, jnp.int32), jax.ShapeDtypeStruct(outs, jnp.float32)),
-        grid=(-(-num_tokens // _WARPS),),
+        grid=(-(-num_tokens // shape.num_warps),),
         grid_names=("block",),
-        scratch_types=[plgpu.SMEM((_WARPS * num_experts,), jnp.float32)],
-        **simt.options("choose_experts", _LANES * _WARPS),
+        scratch_types=[plgpu.SMEM((shape.num_warps * num_experts,), jnp.float32)],
+        **simt.options("choose_experts", _LANES * shape.num_warps),
     )(logits_TE, bias_E, is_token_T.astype(jnp.int32))
     return expert_TX, weight_TX
-
-
-def _choose(shape: Choice, t: Any, *args: Any) -> None:
-    choose(t, shape, *args)

@@ -59,19 +59,18 @@ class Parts:
     eps: float
 
     @property
-    def warps(self) -> tuple[int, int, int]:
+    def num_warps(self) -> tuple[int, int, int]:
         """Of each part."""
         query, latent, rotary = (-(-width // (UNIT * _LANES)) for width in (self.query, self.latent, self.rotary))
         return query, latent, rotary
 
     @property
     def num_threads(self) -> int:
-        return _WARPGROUP * -(-sum(self.warps) * _LANES // _WARPGROUP)
+        return _WARPGROUP * -(-sum(self.num_warps) * _LANES // _WARPGROUP)
 
 
 def make_rows(
     t: Any,
-    shape: Parts,
     row: Any,
     sequence: Any,
     query: Any,
@@ -85,9 +84,11 @@ def make_rows(
     out_tile: Any,
     sums: Any,
     flags: Any,
+    *,
+    shape: Parts,
 ) -> None:
     """Global memory: query [B, T, A], latent [B, T, W], gains [A], [C], cos and sin [B, T, R / 2]; shared: [warps] each."""
-    num_query, num_latent, num_rotary = shape.warps
+    num_query, num_latent, num_rotary = shape.num_warps
     width, half = shape.latent + shape.rotary, shape.rotary // 2
     warp, token = t.thread() >> 5, sequence * shape.num_tokens + t.minimum(row, shape.num_tokens - 1)
     is_query = warp < num_query
@@ -249,15 +250,15 @@ def latent_rows_gpu(
     if set(types) != {"bfloat16"}:
         raise NotImplementedError(f"types are {', '.join(types)}; bfloat16 is needed")
     widths = shape.query, shape.latent, shape.rotary
-    if any(part % UNIT for part in widths) or sum(shape.warps) > _MAX_WARPS:
+    if any(part % UNIT for part in widths) or sum(shape.num_warps) > _MAX_WARPS:
         raise NotImplementedError(f"widths {widths}; multiples of {UNIT} are needed, and {_MAX_WARPS} warps for all")
 
     def body(*refs: Any) -> None:
         kinds = (UINT, UINT, UINT, UINT, FLOAT, FLOAT, UINT, UINT, UINT, FLOAT, UINT)
         numbers = [lax.axis_index("row"), lax.axis_index("sequence")]
-        simt.run(functools.partial(_make_rows, shape), list(zip(refs, kinds, strict=True)), numbers)
+        simt.run(functools.partial(make_rows, shape=shape), list(zip(refs, kinds, strict=True)), numbers)
 
-    num_warps, bfloat16 = shape.num_threads // _LANES, jnp.bfloat16
+    num_sums, bfloat16 = shape.num_threads // _LANES, jnp.bfloat16
     outs = (query_BTA.shape, latent_BTW.shape, (batch, shape.num_rows, width))
     return LatentRows(
         *plgpu.kernel(
@@ -265,11 +266,7 @@ def latent_rows_gpu(
             out_type=tuple(jax.ShapeDtypeStruct(out, bfloat16) for out in outs),
             grid=(shape.num_rows, batch),
             grid_names=("row", "sequence"),
-            scratch_types=[plgpu.SMEM((num_warps,), jnp.float32), plgpu.SMEM((num_warps,), jnp.uint32)],
+            scratch_types=[plgpu.SMEM((num_sums,), jnp.float32), plgpu.SMEM((num_sums,), jnp.uint32)],
             **simt.options("latent_rows", shape.num_threads),
         )(query_BTA, latent_BTW, query_gain_A, latent_gain_C, cos_BTr, sin_BTr)
     )
-
-
-def _make_rows(shape: Parts, t: Any, *args: Any) -> None:
-    make_rows(t, shape, *args)

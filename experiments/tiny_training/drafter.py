@@ -21,6 +21,7 @@ from jaxtyping import Array, BFloat16, Float, Int32, UInt16
 
 from ddtree_jax import dflash, sharding
 from ddtree_jax.config import DFlashConfig
+from ddtree_jax.layers import Turns
 from experiments.tiny_training.model import Arrays
 from experiments.tiny_training.optimizer import Clock, apply_updates, learning_rate, make_optimizer
 from experiments.tiny_training.samples import Samples
@@ -58,9 +59,9 @@ class AnchoredBlock(dflash.Block):
     Blocks are rows of a batch of B * n; the context stays [B, S, J, R] and is not repeated for each anchor.
     """
 
-    def attend(self, x_BTD: Array, positions_BT: Array, length_B: Array, cache: dflash.KeyValue) -> Array:
+    def attend(self, x_BTD: Array, positions_BT: Array, turns: Turns, length_B: Array, cache: dflash.KeyValue) -> Array:
         config = self.config
-        q_BTJQR, key_BtJR, value_BtJR = self.query_key_value(x_BTD, positions_BT)
+        q_BTJQR, key_BtJR, value_BtJR = self.query_key_value(x_BTD, turns)
         key_bSJR, value_bSJR = cache
         num_sequences, num_slots = key_bSJR.shape[:2]
         context_BTS, block_BTt = self._visible(positions_BT, length_B, jnp.zeros_like(length_B), num_slots)

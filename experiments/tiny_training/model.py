@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from ddtree_jax import kimi, quant
 from ddtree_jax.config import KimiConfig
-from ddtree_jax.layers import Layer, gated_mlp, rotate
+from ddtree_jax.layers import Layer, Turns, gated_mlp
 from ddtree_jax.pallas.add_norm import rms_norm
 from ddtree_jax.sharding import ArrayInfo, Parameters
 
@@ -60,7 +60,7 @@ class DenseExperts(Layer):
 class ExpandedAttention(kimi.Attention):
     """Causal attention of a call to itself, with keys and values expanded to heads; the cache is not read."""
 
-    def __call__(self, x_BTD: Array, positions_BT: Array, visible_BTt: Any, length_B: Any, cache_BSW: Any):
+    def __call__(self, x_BTD: Array, turns: Turns, visible_BTt: Any, length_B: Any, cache_BSW: Any):
         config = self.config
         q_BTA = rms_norm(jnp.einsum("BTD,DA->BTA", x_BTD, self.q_a_DA[...]), self.q_norm_A[...], config.latent_norm_eps)
         q_BTHO = jnp.einsum("BTA,AHO->BTHO", q_BTA, self.q_b_AHO[...])
@@ -68,9 +68,7 @@ class ExpandedAttention(kimi.Attention):
         kv_BTW = jnp.einsum("BTD,DW->BTW", x_BTD, self.kv_a_DW[...])
         latent_BTC, key_BTR = jnp.split(kv_BTW, [config.kv_lora_rank], axis=-1)
         latent_BTC = rms_norm(latent_BTC, self.kv_norm_C[...], config.latent_norm_eps)
-        amplitude = config.rope.amplitude
-        q_BTHR = rotate(q_BTHR, positions_BT, config.rope, interleaved=True, amplitude=amplitude)
-        key_BT1R = rotate(key_BTR[:, :, None], positions_BT, config.rope, interleaved=True, amplitude=amplitude)
+        q_BTHR, key_BT1R = turns.turn_pairs(q_BTHR), turns.turn_pairs(key_BTR[:, :, None])
 
         key_BTHP = jnp.einsum("BTC,HPC->BTHP", latent_BTC, self.key_up_HPC[...])
         value_BTHU = jnp.einsum("BTC,HUC->BTHU", latent_BTC, self.value_up_HUC[...])
@@ -112,7 +110,6 @@ class TrainableBlock(kimi.Block):
 
     def __init__(self, config: KimiConfig, layer: int, arrays: Mapping[str, Array], attention: type[kimi.Attention]):
         Layer.__init__(self, config, arrays)
-        self.mesh, self.has_kernels = None, False
         self.attention = attention(config, arrays)
         self.is_dense = config.is_dense(layer)
         if self.is_dense:
@@ -134,7 +131,7 @@ class TrainableKimi(kimi.Kimi):
         attention: type[kimi.Attention] = ExpandedAttention,
     ):
         Layer.__init__(self, config, {**arrays["embed"], **arrays["head"]})
-        self.capture, self.mesh = capture, None
+        self.capture = capture
         self.blocks = nnx.List(
             TrainableBlock(config, layer, arrays[f"layer_{layer}"], attention)
             for layer in range(config.num_hidden_layers)

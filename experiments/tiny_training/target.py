@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32, UInt16
 
 from ddtree_jax import kimi, sharding
 from ddtree_jax.config import KimiConfig
+from ddtree_jax.layers import Turns
 from experiments.tiny_training import model as tiny_model
 from experiments.tiny_training.optimizer import Clock, apply_updates, learning_rate, make_optimizer
 
@@ -105,7 +106,8 @@ def choose_attention(config: KimiConfig, training: TargetTraining, log: Log) -> 
     positions_BT = jnp.broadcast_to(jnp.arange(training.length, dtype=jnp.int32), x_BTD.shape[:2])
 
     def total(arrays: dict[str, Array], kind: type[kimi.Attention]) -> Array:
-        attended_BTD, _ = kind(config, arrays)(x_BTD, positions_BT, None, None, None)
+        turns = Turns.of(positions_BT, config.rope, config.qk_rope_head_dim, config.rope.amplitude)
+        attended_BTD, _ = kind(config, arrays)(x_BTD, turns, None, None, None)
         return jnp.sum(jnp.square(attended_BTD.astype(jnp.float32)))
 
     try:
