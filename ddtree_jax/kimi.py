@@ -18,6 +18,7 @@ from ddtree_jax.config import INT4_GROUP_SIZE, KimiConfig
 from ddtree_jax.latent_attention import Attention, check_attention
 from ddtree_jax.layers import MLP_PROJECTIONS, Layer, Turns, everywhere, gain, gated_mlp, run_mlp
 from ddtree_jax.pallas.add_norm import add_norm, rms_norm
+from ddtree_jax.pallas.choose_and_multiply import choose_and_multiply
 from ddtree_jax.pallas.choose_experts import choose_experts
 from ddtree_jax.pallas.int4_moe import ExpertBlocks, ExpertWeights, choose_config, int4_moe
 from ddtree_jax.pallas.int4_moe import pack_experts as pack_shard
@@ -30,6 +31,7 @@ from ddtree_jax.sharding import MESH_AXES, RULES, ArrayInfo, Parameters, partiti
 _int4_moe = jax.jit(int4_moe, static_argnames="dtype")
 _add_norm = jax.jit(add_norm, static_argnames=("eps", "has_kernels"))
 _choose_experts = jax.jit(choose_experts, static_argnames=("num_chosen", "factor", "has_kernels"))
+_choose_and_multiply = jax.jit(choose_and_multiply, static_argnames=("outputs", "num_chosen", "factor", "has_kernels"))
 
 
 # A shard has whole experts' groups of features, and of down the words, groups or block columns that take them.
@@ -41,6 +43,13 @@ EXPERT_SPECS = {ExpertBlocks: BLOCK_SPECS, ExpertWeights: _WORD_SPECS}
 SHARED_SPECS = partition((None, "width")), partition((None, "width")), partition(("width", None))
 
 _ROUTER_LOGITS = Product("BTD,ED->BTE", ("router_ED",), dtype=jnp.float32)
+
+
+SharedWeights = tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]]
+"""Gate, up and down of the shared expert."""
+SharedParts = Float[Array, "shards T D"]
+"""What the shared expert gives by each shard's part of its width."""
+PARTS_SPEC = PartitionSpec(MESH_AXES)
 
 
 class TargetOutput(NamedTuple):
@@ -76,25 +85,56 @@ class Router(Layer):
     def choose(
         self, logits_TE: Float[Array, "T E"], is_token_T: Bool[Array, "T"]
     ) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
-        config = self.config
-        choose = functools.partial(
-            _choose_experts,
-            num_chosen=config.num_experts_per_tok,
-            factor=config.routed_scaling_factor,
-            has_kernels=self.has_kernels,
+        choose = everywhere(functools.partial(_choose_experts, **self._options()), self.mesh)
+        expert_TX, weight_TX = choose(logits_TE, self.router_bias_E[...], is_token_T)
+        return self.sent_to(expert_TX), weight_TX
+
+    def choose_and_multiply(
+        self,
+        logits_TE: Float[Array, "T E"],
+        is_token_T: Bool[Array, "T"],
+        hidden_BTF: Float[Array, "B T F"],
+        down: Packed,
+    ) -> tuple[Int32[Array, "T X"], Float[Array, "T X"], SharedParts]:
+        """`choose`, and in the same launch the shared expert's last product."""
+        whole = PartitionSpec()
+        run = jax.shard_map(
+            functools.partial(_choose_and_multiply_shard, **self._options()),
+            mesh=down.form.mesh,
+            in_specs=(whole, whole, whole, down.form.x_spec, down.form.blocks_spec),
+            out_specs=(whole, whole, PARTS_SPEC),
+            check_vma=False,
         )
-        return everywhere(choose, self.mesh)(logits_TE, self.router_bias_E[...], is_token_T)
+        expert_TX, weight_TX, parts = run(logits_TE, self.router_bias_E[...], is_token_T, hidden_BTF, down)
+        return self.sent_to(expert_TX), weight_TX, parts
+
+    def sent_to(self, expert_TX: Int32[Array, "T X"]) -> Int32[Array, "T X"]:
+        """Experts that take the tokens, instead of those that were chosen: the same, but where that is measured."""
+        return expert_TX
+
+    def _options(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "num_chosen": config.num_experts_per_tok,
+            "factor": config.routed_scaling_factor,
+            "has_kernels": self.has_kernels,
+        }
 
 
-class SharedHidden(NamedTuple):
-    """What the shared expert has behind gate and up, and down's weight, packed."""
-
-    hidden_BTF: Float[Array, "B T F"]
-    down: Packed
-
-
-SharedWeights = tuple[Float[Array, "D F"], Float[Array, "D F"], Float[Array, "F D"]]
-"""Gate, up and down of the shared expert."""
+def _choose_and_multiply_shard(
+    logits_TE: Float[Array, "T E"],
+    bias_E: Float[Array, "E"],
+    is_token_T: Bool[Array, "T"],
+    hidden_BTF: Float[Array, "B T F"],
+    down: Packed,
+    **options: Any,
+) -> tuple[Int32[Array, "T X"], Float[Array, "T X"], SharedParts]:
+    hidden_TF = hidden_BTF.reshape(-1, hidden_BTF.shape[-1])
+    with jax.named_scope("shared"):
+        expert_TX, weight_TX, (part_TD,) = _choose_and_multiply(
+            logits_TE, bias_E, is_token_T, hidden_TF, down.blocks, outputs=down.form.outputs, **options
+        )
+    return expert_TX, weight_TX, part_TD[None]
 
 
 class Experts(Layer):
@@ -128,16 +168,14 @@ class Experts(Layer):
         x_TD: Float[Array, "T D"],
         expert_TX: Int32[Array, "T X"],
         weight_TX: Float[Array, "T X"],
-        shared: SharedWeights | SharedHidden,
+        shared: SharedWeights | SharedParts,
     ) -> Float[Array, "T D"]:
         """The weighted sum of each token's experts, plus the shared expert; on a mesh in float32, as it was summed."""
         experts = self.form(*(getattr(self, name)[...] for name in self.form._fields))
         if self.mesh is None:
             return _int4_moe(x_TD, expert_TX, weight_TX, experts, _run_shared(x_TD, shared))
         whole = PartitionSpec()
-        shared_specs = SHARED_SPECS
-        if isinstance(shared, SharedHidden):
-            shared_specs = SharedHidden(shared.down.form.x_spec, shared.down.form.blocks_spec)
+        shared_specs = SHARED_SPECS if isinstance(shared, tuple) else PARTS_SPEC
         run = jax.shard_map(
             _run_shard,
             mesh=self.mesh,
@@ -153,7 +191,7 @@ def _run_shard(
     expert_TX: Int32[Array, "T X"],
     weight_TX: Float[Array, "T X"],
     experts: ExpertWeights | ExpertBlocks,
-    shared: SharedWeights | SharedHidden,
+    shared: SharedWeights | SharedParts,
 ) -> Float[Array, "T D"]:
     """The sum over all shards of what their experts, or their part of every expert, contribute, by one all-reduce.
 
@@ -168,12 +206,11 @@ def _run_shard(
     return jax.lax.psum(y_TD, MESH_AXES)
 
 
-def _run_shared(x_TD: Float[Array, "T D"], shared: SharedWeights | SharedHidden) -> Float[Array, "T D"]:
+def _run_shared(x_TD: Float[Array, "T D"], shared: SharedWeights | SharedParts) -> Float[Array, "T D"]:
     """A shard's part of the shared expert."""
+    if not isinstance(shared, tuple):
+        return shared[0]
     with jax.named_scope("shared"):
-        if isinstance(shared, SharedHidden):
-            (y_BTD,) = shared.down.multiply(shared.hidden_BTF)
-            return y_BTD.reshape(x_TD.shape)
         return gated_mlp(x_TD[None], *shared)[0]
 
 
@@ -257,7 +294,8 @@ class Block(Layer):
 
     Its first norm and its last sum belong to one launch with the neighbours' (`Kimi`).
 
-    If weights are packed, the router's logits and the shared expert's gate and up are one launch.
+    If weights are packed, the router's logits and the shared expert's gate and up are one launch, and so are the choice and
+    the shared expert's down.
     """
 
     def __init__(
@@ -292,8 +330,8 @@ class Block(Layer):
         x_TD, is_token_T = x_BTD.reshape(-1, x_BTD.shape[-1]), is_token_BT.reshape(-1)
         if self.packed:
             logits_BTE, hidden_BTF = self.multiply("router_shared", x_BTD)
-            expert_TX, weight_TX = self.router.choose(logits_BTE.reshape(x_TD.shape[0], -1), is_token_T)
-            shared = SharedHidden(hidden_BTF, self.shared.packed["shared_down"])
+            logits_TE, down = logits_BTE.reshape(x_TD.shape[0], -1), self.shared.packed["shared_down"]
+            expert_TX, weight_TX, shared = self.router.choose_and_multiply(logits_TE, is_token_T, hidden_BTF, down)
         else:
             expert_TX, weight_TX = self.router(x_TD, is_token_T)
             shared = self.shared.weights()

@@ -62,7 +62,9 @@ def measure() -> Iterator[dict[str, Any]]:
         yield from bench_commit.measure(_RUNS.value)
         return
     if _KERNEL.value == "skinny_gemm":
-        yield from bench_skinny_gemm.measure(list(map(int, _NODES.value)), _RUNS.value)
+        nodes = list(map(int, _NODES.value))
+        yield from bench_skinny_gemm.measure(nodes, _RUNS.value)
+        yield from bench_skinny_gemm.measure_choice(nodes, _RUNS.value)
         return
     if _KERNEL.value == "layer":
         if _CHECK.value:

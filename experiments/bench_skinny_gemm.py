@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ddtree_jax.pallas.choose_and_multiply import choose_and_multiply_gpu
+from ddtree_jax.pallas.choose_experts import choose_experts_gpu
 from ddtree_jax.pallas.skinny_gemm import Config, Output, choose_config, device_config, pack_weights, skinny_gemm_gpu
 from experiments.bench_int4_moe import BYTES_PER_SECOND
 from experiments.kernel_times import kernel_seconds
 
 COLD_BYTES = 160e6
+EXPERTS, CHOICE = 384, {"num_chosen": 8, "factor": 2.827}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,7 @@ def _take(stack: jax.Array, number: int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
 
 
+SHARED_DOWN = Case(name="shared down", columns=256, outputs=(Output(width=7168),))
 CASES = (
     Case(name="q_a, kv_a", columns=7168, outputs=(Output(width=1536), Output(width=576))),
     Case(
@@ -73,7 +77,7 @@ CASES = (
     ),
     Case(name="o", columns=1024, outputs=(Output(width=7168),)),
     Case(name="q_b", columns=1536, outputs=(Output(width=8 * 192),)),
-    Case(name="shared down", columns=256, outputs=(Output(width=7168),)),
+    SHARED_DOWN,
     Case(name="key_up", columns=128, outputs=(Output(width=8 * 512),), groups=8),
     Case(name="value_up", columns=512, outputs=(Output(width=8 * 128),), groups=8),
     Case(name="dense gate and up", columns=7168, outputs=(Output(width=2304, is_gated=True),)),
@@ -163,6 +167,12 @@ def cases_to_compile() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
             our_call(case, choose_config(_blocks(case), Config())),
             (x_TK, _blocks(case)),
         )
+    x_TK = jax.ShapeDtypeStruct((16, SHARED_DOWN.columns), jnp.bfloat16)
+    yield (
+        "shared down, choice, 16 nodes",
+        functools.partial(choose_and_multiply, Config()),
+        (*jax.eval_shape(functools.partial(draw_choice, 16)), x_TK, _blocks(SHARED_DOWN)),
+    )
 
 
 def measure(nodes: list[int], runs: int, cases: Sequence[Case] = CASES) -> Iterator[dict[str, Any]]:
@@ -191,6 +201,63 @@ def measure(nodes: list[int], runs: int, cases: Sequence[Case] = CASES) -> Itera
                 "runs": runs,
                 "error": error(our_program(x_TK, *packed[0]), float64(case, x_TK, weights[0])),
             }
+
+
+def choose_and_multiply(config: Config, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """One launch, of logits, bias, tokens and the weight."""
+    expert_TX, weight_TX, (y_TD,) = choose_and_multiply_gpu(
+        *_with_tokens(*arrays), outputs=SHARED_DOWN.outputs, config=config, **CHOICE
+    )
+    return expert_TX, weight_TX, y_TD
+
+
+def choose_then_multiply(config: Config, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Two launches."""
+    *choice, x_TK, blocks = _with_tokens(*arrays)
+    return *choose_experts_gpu(*choice, **CHOICE), *our_call(SHARED_DOWN, config)(x_TK, blocks)
+
+
+def _with_tokens(logits_TE: jax.Array, bias_E: jax.Array, x_TK: jax.Array, blocks: jax.Array) -> tuple:
+    # A constant: in a pass, one conversion of it is there for all layers.
+    return logits_TE, bias_E, jnp.ones(len(x_TK), bool), x_TK, blocks
+
+
+def draw_choice(nodes: int) -> tuple[jax.Array, jax.Array]:
+    """Logits and bias."""
+    logits_TE, bias_E = (
+        _draw(jax.random.key(nodes + i), shape) for i, shape in enumerate(((nodes, EXPERTS), (EXPERTS,)))
+    )
+    return 16 * logits_TE.astype(jnp.float32), bias_E.astype(jnp.float32)
+
+
+def measure_choice(nodes: Sequence[int], runs: int) -> Iterator[dict[str, Any]]:
+    """Result lines of the choice and the shared expert's down in one launch; ``reference_seconds`` is that of two.
+
+    ``error`` is how many numbers differ.
+    """
+    config = our_config(SHARED_DOWN)
+    pack = jax.jit(functools.partial(pack_weights, outputs=SHARED_DOWN.outputs))
+    packed = [pack(copy) for copy in SHARED_DOWN.draw()]
+    for count in nodes:
+        inputs = [(*draw_choice(count), draw_tokens(SHARED_DOWN, count), blocks) for blocks in packed]
+        calls = (functools.partial(call, config) for call in (choose_and_multiply, choose_then_multiply))
+        one, two = (jax.jit(call).lower(*inputs[0]).compile() for call in calls)
+        times, reference = (kernel_seconds(program, inputs, runs) for program in (one, two))
+        pairs = zip(one(*inputs[0]), two(*inputs[0]), strict=True)
+        seconds, num_bytes = sum(times.values()), SHARED_DOWN.bytes(count)
+        yield {
+            "benchmark": "skinny_gemm",
+            "case": {"projection": "shared down, choice", "nodes": count, "cluster": config.cluster, "seed": 0},
+            "seconds": seconds,
+            "reference_seconds": sum(reference.values()),
+            "ceiling_seconds": num_bytes / BYTES_PER_SECOND,
+            "ceiling": f"{num_bytes / 1e6:.1f} MB at {BYTES_PER_SECOND / 1e12} TB/s",
+            "fraction_of_ceiling": num_bytes / BYTES_PER_SECOND / seconds,
+            "kernels": times,
+            "reference_kernels": reference,
+            "runs": runs,
+            "error": sum(int(jnp.sum(a != b)) for a, b in pairs),
+        }
 
 
 def _compile(call: Callable[..., Any], tokens: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[Any]:

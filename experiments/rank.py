@@ -85,10 +85,8 @@ class DrawnRouter(kimi.Router):
         with jax.named_scope("router"):
             return super().__call__(x_TD, is_token_T)
 
-    def choose(self, logits_TE: jax.Array, is_token_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-        with jax.named_scope("router"):
-            # The choice is made all the same: weights are those of what is chosen.
-            return self.drawn_TX[...], super().choose(logits_TE, is_token_T)[1]
+    def sent_to(self, expert_TX: jax.Array) -> jax.Array:
+        return self.drawn_TX[...]
 
 
 class RankTarget(kimi.Kimi):

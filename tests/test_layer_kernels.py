@@ -15,7 +15,6 @@ from ddtree_jax import layers
 from ddtree_jax.config import RopeConfig
 from ddtree_jax.pallas import add_norm, choose_experts, latent_rows, simt
 from ddtree_jax.pallas.add_norm import Config, Row, add_and_norm
-from ddtree_jax.pallas.choose_experts import Choice, choose
 from ddtree_jax.pallas.latent_rows import Parts, make_rows
 from ddtree_jax.pallas.simt import UINT
 
@@ -82,16 +81,13 @@ def test_add_norm(width, parts, max_threads, of_added):
 
 
 def run_choose(logits: np.ndarray, bias: np.ndarray, is_token: np.ndarray, num_chosen: int, factor: float) -> list:
-    shape = Choice.of(*logits.shape, num_chosen, factor)
-    num_warps = shape.num_warps
-    outs = [((len(logits), num_chosen), np.int32), ((len(logits), num_chosen), np.float32)]
+    rider = choose_experts.make_rider(*map(jnp.asarray, (logits, bias, is_token)), num_chosen, factor)
 
     def block(t: Any, *args: Any) -> None:
-        choose(t, *args, shared(num_warps * shape.num_experts, np.float32), shape=shape)
+        rider.function(t, *args, shared(rider.num_floats, np.float32))
 
-    return launch(
-        block, 32 * num_warps, (-(-len(logits) // num_warps),), [logits, bias, is_token.astype(np.int32)], outs
-    )
+    outs = [(out.shape, out.dtype) for out in rider.outs]
+    return launch(block, rider.num_threads, (rider.num_blocks,), rider.arrays, outs)
 
 
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(5, 384, 8), (3, 61, 3), (1, 130, 6), (2, 8, 8)])

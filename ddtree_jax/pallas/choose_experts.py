@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.pallas import simt
+from ddtree_jax.pallas.rider import Rider
 from ddtree_jax.pallas.simt import FLOAT, INT, UINT, WIDE
 from ddtree_jax.pallas.tree_expand_top import key_of
 
@@ -185,6 +186,31 @@ def choose_experts_gpu(
     Raises:
       NotImplementedError: for logits or a bias that are not float32, too many experts, or more chosen than a warp has lanes.
     """
+    rider = make_rider(logits_TE, bias_E, is_token_T, num_chosen, factor, config)
+
+    def body(*refs: Any) -> None:
+        *arrays, scores = refs
+        rider.run(lax.axis_index("block"), arrays, scores)
+
+    return plgpu.kernel(
+        body,
+        out_type=rider.outs,
+        grid=(rider.num_blocks,),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM((rider.num_floats,), jnp.float32)],
+        **simt.options(rider.name, rider.num_threads),
+    )(*rider.arrays)
+
+
+def make_rider(
+    logits_TE: Float[Array, "T E"],
+    bias_E: Float[Array, "E"],
+    is_token_T: Bool[Array, "T"],
+    num_chosen: int,
+    factor: float,
+    config: Config = Config(),
+) -> Rider:
+    """The kernel, for a launch of its own or another one's. Raises NotImplementedError as `choose_experts_gpu` does."""
     num_tokens, num_experts = logits_TE.shape
     if {logits_TE.dtype.name, bias_E.dtype.name} != {"float32"}:
         raise NotImplementedError(f"logits of {logits_TE.dtype}, bias of {bias_E.dtype}; float32 is needed")
@@ -193,18 +219,12 @@ def choose_experts_gpu(
             f"{num_chosen} of {num_experts} experts; at most {_LANES} of {MAX_EXPERTS} can be chosen"
         )
     shape = Choice.of(num_tokens, num_experts, num_chosen, factor, config)
-
-    def body(*refs: Any) -> None:
-        pairs = list(zip(refs, (FLOAT, FLOAT, INT, INT, FLOAT, FLOAT), strict=True))
-        simt.run(functools.partial(choose, shape=shape), pairs, [lax.axis_index("block")])
-
-    outs = (num_tokens, num_chosen)
-    expert_TX, weight_TX = plgpu.kernel(
-        body,
-        out_type=(jax.ShapeDtypeStruct(outs, jnp.int32), jax.ShapeDtypeStruct(outs, jnp.float32)),
-        grid=(-(-num_tokens // shape.num_warps),),
-        grid_names=("block",),
-        scratch_types=[plgpu.SMEM((shape.num_warps * num_experts,), jnp.float32)],
-        **simt.options("choose_experts", _LANES * shape.num_warps),
-    )(logits_TE, bias_E, is_token_T.astype(jnp.int32))
-    return expert_TX, weight_TX
+    return Rider(
+        name="choose_experts",
+        function=functools.partial(choose, shape=shape),
+        arrays=(logits_TE, bias_E, is_token_T.astype(jnp.int32)),
+        outs=tuple(jax.ShapeDtypeStruct((num_tokens, num_chosen), dtype) for dtype in (jnp.int32, jnp.float32)),
+        num_blocks=-(-num_tokens // shape.num_warps),
+        num_threads=_LANES * shape.num_warps,
+        num_floats=shape.num_warps * num_experts,
+    )

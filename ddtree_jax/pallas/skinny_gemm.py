@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float
 
 from ddtree_jax.pallas import simt
+from ddtree_jax.pallas.rider import Rider
 from ddtree_jax.pallas.skinny_gemm_kernel import launch
-from ddtree_jax.pallas.skinny_gemm_shape import SIDE, Config, Output, Shape, num_stages
+from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Config, Output, Shape, num_stages
 
 MAX_TOKENS = 64
 MAX_TURNS = 2
@@ -118,16 +119,21 @@ def skinny_gemm_gpu(
     outputs: Sequence[Output],
     num_groups: int = 1,
     config: Config = Config(),
-) -> list[Float[Array, "T _"]]:
-    """`skinny_gemm` by the kernel alone.
+    rider: Rider | None = None,
+) -> list[Array]:
+    """`skinny_gemm` by the kernel alone; behind its results those of a rider, which takes part in the launch.
 
     Raises:
       NotImplementedError: the kernel does not take this input. It is named.
     """
     shape = choose_shape(x_TK, blocks, tuple(outputs), num_groups, config)
+    if rider and (shape.cluster, rider.num_threads) != (1, WARPGROUP):
+        raise NotImplementedError(
+            f"clusters of {shape.cluster} blocks, a rider of {rider.num_threads} threads; 1 and {WARPGROUP} are needed"
+        )
     if x_TK.shape[0] > FILLED_TOKENS:
         x_TK = jnp.pad(x_TK, ((0, shape.num_tokens - shape.num_stored), (0, 0)))
-    return launch(x_TK, blocks.reshape(-1, SIDE, SIDE), shape, config)
+    return launch(x_TK, blocks.reshape(-1, SIDE, SIDE), shape, config, rider)
 
 
 def device_config() -> Config:
@@ -201,8 +207,7 @@ def choose_shape(
         step_blocks=step_blocks,
         outputs=outputs,
     )
-    if num_stages(shape, config) < 2:
-        raise NotImplementedError(f"two stages of {shape.stage_bytes} bytes need more than {config.shared_bytes} bytes")
+    num_stages(shape, config)  # Raises if there are too few.
     return shape
 
 

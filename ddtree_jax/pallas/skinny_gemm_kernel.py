@@ -10,6 +10,9 @@ A block has one warpgroup that fetches and one that multiplies 64 rows, a tile. 
 Weights are the operand with 64 rows of ``wgmma``, tokens the narrow one, both from shared memory. A cluster of one reads its
 own sums alone. Rows of tokens that are not there are zeros by the copy's own bounds.
 
+A product without clusters leaves multiprocessors free if it has fewer tiles. There blocks of a rider do what would be another
+launch; their scratch lies where other blocks have their sums.
+
 Bytes: the weight, and for every step its columns of the tokens, which should lie in the second cache. An H200 reads 4.57 TB/s
 at best; a launch was measured to take about 2.2 us, and what it reads at 4.3 TB/s where all multiprocessors have a part.
 """
@@ -30,8 +33,9 @@ from jaxtyping import Array, BFloat16
 
 from ddtree_jax.pallas import simt
 from ddtree_jax.pallas import warps as w
+from ddtree_jax.pallas.rider import Rider
 from ddtree_jax.pallas.simt import FLOAT, UINT
-from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Config, Shape, num_stages
+from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Config, Shape, num_floats, num_stages
 from ddtree_jax.pallas.skinny_gemm_sums import finish
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -177,21 +181,32 @@ def launch(
     blocks_bok: BFloat16[Array, "b 64 64"],
     shape: Shape,
     config: Config,
+    rider: Rider | None = None,
     interpret: Any = None,
 ) -> list[Array]:
-    """The outputs; if it is interpreted, instead the sums of all blocks [blocks, 64, T], for tokens filled up to T.
+    """The outputs, then the rider's; if it is interpreted, the sums of all blocks [blocks, 64, T], for tokens filled up to T.
 
-    Blocks of the weight stand in the order (tile, columns).
+    Blocks of the weight stand in the order (tile, columns). A rider rides without clusters, and is not interpreted.
     """
-    stages = num_stages(shape, config)
+    floats = rider.num_floats if rider else 0
+    stages = num_stages(shape, config, floats)
+    arrays, rider_outs, rider_blocks = (rider.arrays, rider.outs, rider.num_blocks) if rider else ((), (), 0)
 
     def body(x: Any, blocks: Any, *refs: Any) -> None:
-        *outs, x_s, blocks_s, sums_s, full, free = refs
+        *others, x_s, blocks_s, sums_s, full, free = refs
+        # [rider's arrays, outputs, rider's outputs]
+        outs = others[len(arrays) : len(others) - len(rider_outs)]
         index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         tile, rank = index // shape.cluster, lax.rem(index, jnp.int32(shape.cluster))
         if cluster > 1:
             tile, rank = index, lax.axis_index("rank")
         block = _Block(shape, tile, rank, x, blocks, x_s, blocks_s, sums_s, full, free)
+        if rider:
+            is_rider = index >= shape.num_blocks
+            pl.when(~is_rider)(lambda: _run(block, warpgroup, outs))
+            rider_refs = *others[: len(arrays)], *others[len(arrays) + len(outs) :]
+            pl.when(is_rider & (warpgroup == 0))(lambda: rider.run(index - shape.num_blocks, rider_refs, sums_s))
+            return
         if interpret is None:
             _run(block, warpgroup, outs)
             return
@@ -209,20 +224,20 @@ def launch(
     return list(
         plgpu.kernel(
             body,
-            out_type=tuple(results),
-            grid=(shape.num_blocks // cluster,),
+            out_type=(*results, *rider_outs),
+            grid=(shape.num_blocks // cluster + rider_blocks,),
             grid_names=("block",),
             **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),
             num_threads=2,
             thread_name="warpgroup",
-            kernel_name="skinny_gemm",
+            kernel_name=f"skinny_gemm_{rider.name}" if rider else "skinny_gemm",
             scratch_types=[
                 plgpu.SMEM((stages, shape.num_tokens, shape.step_blocks * SIDE), jnp.bfloat16, transforms=swizzled),
                 plgpu.SMEM((stages, shape.step_blocks, SIDE, SIDE), jnp.bfloat16, transforms=swizzled),
-                plgpu.SMEM((shape.num_tokens * shape.sums_stride,), jnp.float32),
+                plgpu.SMEM((num_floats(shape, floats),), jnp.float32),
                 plgpu.Barrier(num_arrivals=2, num_barriers=stages),
                 plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             ],
             interpret=interpret,
-        )(x_TK, blocks_bok)
+        )(x_TK, blocks_bok, *arrays)
     )

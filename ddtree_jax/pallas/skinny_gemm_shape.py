@@ -85,7 +85,19 @@ class Shape:
         return rank * self.num_steps // self.cluster, (rank + 1) * self.num_steps // self.cluster
 
 
-def num_stages(shape: Shape, config: Config) -> int:
-    """Of the ring, as many as shared memory holds beside the sums."""
-    free = config.shared_bytes - 4 * shape.num_tokens * shape.sums_stride
-    return min(config.max_stages, free // shape.stage_bytes)
+def num_floats(shape: Shape, other: int = 0) -> int:
+    """Of shared memory beside the ring: a block's sums, or what another block of the launch takes."""
+    return max(shape.num_tokens * shape.sums_stride, other)
+
+
+def num_stages(shape: Shape, config: Config, other: int = 0) -> int:
+    """Of the ring, as many as shared memory holds beside `num_floats`.
+
+    Raises:
+      NotImplementedError: it does not hold two.
+    """
+    free = config.shared_bytes - 4 * num_floats(shape, other)
+    stages = min(config.max_stages, free // shape.stage_bytes)
+    if stages < 2:
+        raise NotImplementedError(f"two stages of {shape.stage_bytes} bytes need more than {config.shared_bytes} bytes")
+    return stages
