@@ -29,7 +29,7 @@ _TARGET = {
     "value_up_HUC": "absorbed products",
     "o_HUD": "o",
     "router_ED": "router",
-    "router_bias_E": "router",
+    "router_bias_E": "shared expert",  # Read in one launch with shared_down.
     "shared_gate_DF": "shared expert",
     "shared_up_DF": "shared expert",
     "shared_down_FD": "shared expert",

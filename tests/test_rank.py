@@ -17,6 +17,7 @@ from ddtree_jax import DecodeConfig, dflash, kimi
 from ddtree_jax.layers import gain
 from ddtree_jax.pallas.int4_moe import ExpertBlocks
 from ddtree_jax.placement import Placement
+from ddtree_jax.projections import pack_all
 from ddtree_jax.sharding import ArrayInfo, make_mesh
 from experiments import bench_rank, rank, stage_times
 from experiments.abstract_engine import read_configs
@@ -200,21 +201,36 @@ def test_layers_are_written_to_an_empty_folder_alone(tmp_path):
 
 
 def test_the_router_computes_and_is_overruled():
-    share = share_of("tiny", "tensor=8")
-    config = replace(share.target, n_routed_experts=share.num_experts)
-    arrays = {
-        name: np.asarray(np.random.default_rng(3).normal(size=info.shape), np.float32)
-        for name, info in kimi.Router.parameters(config).items()
-    }
-    router = rank.DrawnRouter(share.target, arrays)
-    (drawn_TX,) = rank.draw_routing(share, 5, share.target.num_experts_per_tok + 1, 0)[:1]
+    """Alone, and where the shared expert's last product is computed beside it."""
+    share, mesh = share_of("tiny", "tensor=8"), make_mesh(None)
+    config = replace(share.target, n_routed_experts=share.num_experts, moe_intermediate_size=64)
+    random = np.random.default_rng(3)
+
+    def draw(infos: dict[str, ArrayInfo]) -> dict[str, Any]:
+        return {name: jnp.asarray(random.normal(size=info.shape), jnp.float32) for name, info in infos.items()}
+
+    arrays = draw(kimi.Router.parameters(config))
+    router, own = rank.DrawnRouter(config, arrays, mesh), kimi.Router(config, arrays, mesh)
+    (drawn_TX,) = rank.draw_routing(share, 5, config.num_experts_per_tok + 1, 0)[:1]
     router.drawn_TX = nnx.Param(drawn_TX)
-    x_TD = np.asarray(np.random.default_rng(4).normal(size=(5, share.target.hidden_size)), np.float32)
+    x_TD = jnp.asarray(random.normal(size=(5, config.hidden_size)), jnp.float32)
     is_token_T = jnp.arange(5) != 3
     expert_TX, weight_TX = jax.jit(lambda *args: router(*args))(x_TD, is_token_T)
     np.testing.assert_array_equal(expert_TX, drawn_TX)
-    _, own_TX = kimi.Router(share.target, arrays)(x_TD, is_token_T)
-    np.testing.assert_allclose(weight_TX, own_TX, rtol=1e-5)
+    own_TX, own_weight_TX = own(x_TD, is_token_T)
+    np.testing.assert_allclose(weight_TX, own_weight_TX, rtol=1e-5)
+
+    table = {name: info for name, info in kimi.SharedExpert.parameters(config).items() if "down" in name}
+    natural = draw(table)
+    packed = {"layer": dict(natural)}
+    pack_all(packed, {"layer": table}, {"layer": list(kimi.SharedExpert.projections(config).values())}, mesh)
+    hidden_1TF = jnp.asarray(random.normal(size=(1, 5, 64)), jnp.float32)
+    args = x_TD @ arrays["router_ED"].T, is_token_T, hidden_1TF, packed["layer"]["shared_down"]
+    for one, expected_TX in ((own, own_TX), (router, drawn_TX)):
+        expert_TX, weight_TX, parts = one.choose_and_multiply(*args)
+        np.testing.assert_array_equal(expert_TX, expected_TX)
+        np.testing.assert_allclose(weight_TX, own_weight_TX, rtol=1e-5)
+        np.testing.assert_allclose(parts, hidden_1TF @ natural["shared_down_FD"], rtol=1e-4, atol=1e-4)
 
 
 def test_weights_are_drawn_where_they_lie():

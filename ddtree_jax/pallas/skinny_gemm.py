@@ -133,7 +133,7 @@ def skinny_gemm_gpu(
         )
     if x_TK.shape[0] > FILLED_TOKENS:
         x_TK = jnp.pad(x_TK, ((0, shape.num_tokens - shape.num_stored), (0, 0)))
-    return launch(x_TK, blocks.reshape(-1, SIDE, SIDE), shape, config, rider)
+    return launch(x_TK, blocks.reshape(-1, SIDE, SIDE), shape, config, rider=rider)
 
 
 def device_config() -> Config:

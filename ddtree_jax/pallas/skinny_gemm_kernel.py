@@ -181,8 +181,8 @@ def launch(
     blocks_bok: BFloat16[Array, "b 64 64"],
     shape: Shape,
     config: Config,
-    rider: Rider | None = None,
     interpret: Any = None,
+    rider: Rider | None = None,
 ) -> list[Array]:
     """The outputs, then the rider's; if it is interpreted, the sums of all blocks [blocks, 64, T], for tokens filled up to T.
 
