@@ -74,7 +74,7 @@ def test_blocks_that_do_not_ride_are_refused():
 
 def test_scratch_of_a_rider_has_room_beside_the_ring():
     """Where it takes more than a block's sums do, a stage less fits."""
-    *choice, x_TK, blocks = draw(3, num_experts=384)
+    *choice, x_TK, blocks = draw(3, num_experts=384, columns=640)
     rider = choose_experts.make_rider(*choice, 5, 2.5)
     shape = choose_shape(x_TK, blocks, OUTPUTS)
     sums, taken = (num_floats(shape, other) for other in (0, rider.num_floats))

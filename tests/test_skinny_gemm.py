@@ -272,8 +272,21 @@ def test_what_does_not_fit_is_refused_by_name(x, blocks, output, num_groups, nam
 def test_shared_memory_that_holds_no_ring_is_refused():
     with pytest.raises(NotImplementedError, match="more than 30000 bytes"):
         choose_shape(X, BLOCKS, (Output(width=128),), 1, Config(shared_bytes=30_000))
-    shape = choose_shape(X, BLOCKS, (Output(width=128),), 1, Config())
-    assert num_stages(shape, Config()) * shape.stage_bytes <= 220_000
+    blocks = changed(BLOCKS, (2, 100, 64, 64))
+    shape = choose_shape(changed(X, (64, 6400)), blocks, (Output(width=128),), 1, Config())
+    stages = num_stages(shape, Config())
+    assert stages * shape.stage_bytes <= 220_000 < (stages + 1) * shape.stage_bytes
+
+
+@pytest.mark.parametrize(
+    ("columns", "cluster", "expected"), [(2, 1, 2), (8, 1, 4), (14, 2, 4), (14, 3, 3), (60, 1, 10)]
+)
+def test_a_ring_has_no_stages_that_a_block_does_not_fill(columns, cluster, expected):
+    config = Config(cluster=cluster)
+    blocks = changed(BLOCKS, (2, columns, 64, 64))
+    shape = choose_shape(changed(X, (16, 64 * columns)), blocks, (Output(width=128),), 1, config)
+    assert num_stages(shape, config) == expected
+    assert expected in (2, 10, max(last - first for first, last in map(shape.span, range(cluster))))
 
 
 def test_weights_of_other_outputs_are_refused():

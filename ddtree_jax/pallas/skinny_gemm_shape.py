@@ -91,7 +91,9 @@ def num_floats(shape: Shape, other: int = 0) -> int:
 
 
 def num_stages(shape: Shape, config: Config, other: int = 0) -> int:
-    """Of the ring, as many as shared memory holds beside `num_floats`.
+    """Of the ring: those that shared memory holds beside `num_floats`, but no more than a block has steps, or two.
+
+    Each has barriers, which take time before anything else begins.
 
     Raises:
       NotImplementedError: it does not hold two.
@@ -100,4 +102,4 @@ def num_stages(shape: Shape, config: Config, other: int = 0) -> int:
     stages = min(config.max_stages, free // shape.stage_bytes)
     if stages < 2:
         raise NotImplementedError(f"two stages of {shape.stage_bytes} bytes need more than {config.shared_bytes} bytes")
-    return stages
+    return min(stages, max(2, -(-shape.num_steps // shape.cluster)))
