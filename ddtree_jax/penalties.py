@@ -26,29 +26,24 @@ def adjusted(
     sampling: SamplingArrays,
     shard: Shard = Shard(),
 ) -> Float[Array, "B N V"]:
-    """The target's logits behind each node with bias and penalties in them; float32, untouched if nobody asked for any.
+    """The target's logits behind each node with bias and penalties in them; float32, unchanged where a sequence has none.
 
     ``visible_BNn`` says which nodes are a node's ancestors or itself; node 0 is the root. The logits may be those of a shard.
     """
     num_columns = logits_BNV.shape[-1]
-    biased_Bz, is_biased_Bz = shard.columns_of(sampling.biased_Bz, num_columns)
+    prompt_BV = jax.lax.dynamic_slice_in_dim(sampling.prompt_BV, shard.first_id(num_columns), num_columns, axis=1)
+    history = shard.columns_of(token_BN, num_columns), visible_BNn, shard.columns_of(emitted_BM, num_columns)
     rates = sampling.repetition_penalty_B, sampling.presence_penalty_B, sampling.frequency_penalty_B
-    is_penalized = jnp.any((rates[0] != 1) | (rates[1] != 0) | (rates[2] != 0))
+    biased_BNV = _biased(logits_BNV, sampling, shard)
+    return jax.vmap(_penalized)(biased_BNV, *history, num_emitted_B, prompt_BV, rates)
 
-    def with_bias(logits_BNV: Array) -> Array:
-        row_B1 = jnp.arange(logits_BNV.shape[0])[:, None]
-        bias_BzN = jnp.broadcast_to(sampling.bias_Bz[..., None], (*sampling.bias_Bz.shape, logits_BNV.shape[1]))
-        column_Bz = jnp.where(is_biased_Bz, biased_Bz, num_columns)
-        return logits_BNV.at[row_B1, :, column_Bz].add(bias_BzN, mode="drop")
 
-    def with_penalties(logits_BNV: Array) -> Array:
-        first_id = shard.first_id(num_columns)
-        prompt_BV = jax.lax.dynamic_slice_in_dim(sampling.prompt_BV, first_id, num_columns, axis=1)
-        history = shard.columns_of(token_BN, num_columns), visible_BNn, shard.columns_of(emitted_BM, num_columns)
-        return jax.vmap(_penalized)(logits_BNV, *history, num_emitted_B, prompt_BV, rates)
-
-    logits_BNV = jax.lax.cond(jnp.any(is_biased_Bz), with_bias, lambda logits_BNV: logits_BNV, logits_BNV)
-    return jax.lax.cond(is_penalized, with_penalties, lambda logits_BNV: logits_BNV, logits_BNV)
+def _biased(logits_BNV: Array, sampling: SamplingArrays, shard: Shard) -> Array:
+    batch, num_nodes, num_columns = logits_BNV.shape
+    column_Bz, is_here_Bz = shard.columns_of(sampling.biased_Bz, num_columns)
+    column_Bz = jnp.where(is_here_Bz, column_Bz, num_columns)
+    bias_BzN = jnp.broadcast_to(sampling.bias_Bz[..., None], (*sampling.bias_Bz.shape, num_nodes))
+    return logits_BNV.at[jnp.arange(batch)[:, None], :, column_Bz].add(bias_BzN, mode="drop")
 
 
 def _penalized(

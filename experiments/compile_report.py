@@ -10,10 +10,10 @@ budget bucket is a program. The extra ``report`` or ``cuda13`` and ptxas are nee
 
 * Bytes are those of one device: arguments (weights, caches, the state), temporaries, and outputs that take no argument's
   place.
-* The longest context that fits: what grows with the slots of a cache is counted in the arguments, as if all of it lay whole
-  on every device (the drafter's lies by heads, so that more would fit); temporaries are taken to grow as fast as the
-  context, which none of them exceeds. A card counts 10^9 bytes for each GB of its name; the 7 % above that are left to CUDA,
-  NCCL and the programs themselves.
+* The longest context that fits: what grows with the slots of a cache is counted in the arguments, as a device holds them
+  (latents whole, the drafter's cache by heads); temporaries are taken to grow as fast as the context, which none of them
+  exceeds. A card counts 10^9 bytes for each GB of its name; the 7 % above that are left to CUDA, NCCL and the programs
+  themselves.
 * Kernels and collectives of a round are counted by stage, "other" where XLA keeps no name; all branches of conditions count.
 * A round is one graph if XLA's plan of the loop's body is a command buffer and nothing else; else ``outside`` has what the
   host starts between graphs.
@@ -51,14 +51,17 @@ def longest_context(memory: int, context: int, num_bytes: int, temporary: int, s
     return min(max(0, context + int(free // growth)) // CONTEXT_MULTIPLE * CONTEXT_MULTIPLE, most)
 
 
-def bytes_per_slot(lowered: jax.stages.Lowered, context: int) -> int:
-    """What one more slot adds to the arguments, of which only the state and the sampling's arrays grow.
-
-    Counted as if they lay whole on every device. The drafter's cache lies by heads: contexts are told too short, not too
-    long.
-    """
-    leaves = jax.tree.leaves(lowered.args_info[0][1:])
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize // context for leaf in leaves if context in leaf.shape)
+def bytes_per_slot(compiled: jax.stages.Compiled, context: int) -> int:
+    """What one more slot adds to a device's arguments, of which only the state and the sampling's arrays grow."""
+    leaves = jax.tree.leaves(compiled.args_info[0][1:])
+    # None where an argument is not used.
+    places = jax.tree.leaves(compiled.input_shardings[0][1:], is_leaf=lambda place: place is None)
+    shards = [
+        (place.shard_shape(leaf.shape), leaf.dtype.itemsize)
+        for leaf, place in zip(leaves, places, strict=True)
+        if place is not None
+    ]
+    return sum(math.prod(shape) * itemsize // context for shape, itemsize in shards if context in shape)
 
 
 def report(engine: Engine, decode: DecodeConfig, card: int) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def report(engine: Engine, decode: DecodeConfig, card: int) -> dict[str, Any]:
     memory, loop, outside = compiled.memory_analysis(), read_loop(compiled.as_text()), launches_of(plan)
     new_outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     num_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes + new_outputs
-    slot_bytes = bytes_per_slot(lowered, engine.max_length)
+    slot_bytes = bytes_per_slot(compiled, engine.max_length)
     most = engine.models.target.config.max_position_embeddings
     return {
         "lower_seconds": round(lower_seconds, 1),

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ddtree_jax import DecodeConfig, dflash
 from ddtree_jax.sharding import make_mesh, sharding_of
 from experiments import loop_text, results_file
 from experiments.abstract_engine import abstract_engine, read_configs
-from experiments.compile_report import longest_context
+from experiments.compile_report import bytes_per_slot, longest_context
 
 TINY = Path(__file__).parents[1] / "experiments" / "tiny_kimi"
 
@@ -90,6 +91,24 @@ def test_copies_of_what_the_loop_carries_are_found(copy):
 def test_longest_context(memory, expected):
     """1000 bytes at 64 slots, of which 256 are temporary."""
     assert longest_context(memory, 64, 1000, 256, 16, 4096) == expected
+
+
+def test_a_slot_is_counted_as_a_device_holds_it():
+    """A cache by heads and one that is whole; what is not used, has no slots or belongs to the models does not count."""
+    mesh = make_mesh("tensor=8")
+
+    def like(spec: tuple, *shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    heads = like((None, None, "tensor"), 1, 96, 16, 5)
+    state = [heads, heads], like((), 1, 96, 7), like((), 1, 96, dtype=jnp.int32), like((), 96), like((), 13)
+
+    def run(weight, state, count):
+        by_heads, whole, numbers, _, other = state
+        return weight, by_heads[0] + by_heads[1], whole, numbers, other + count
+
+    compiled = jax.jit(run).lower(like((), 96), state, like(())).compile()
+    assert bytes_per_slot(compiled, 96) == 2 * (16 // 8 * 5 * 2) + 7 * 2 + 4
 
 
 def test_result_lines_replace_those_of_the_same_case(tmp_path, monkeypatch):
