@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS, WEIGHT_WORDS
-from ddtree_jax.pallas.int4_prefill_words import narrow, sync_warpgroup
+from ddtree_jax.pallas.int4_prefill_words import cache_policy, narrow, sync_warpgroup
 from ddtree_jax.pallas.int4_steps import sigmoid
 from ddtree_jax.pallas.int4_unpack import WEIGHT_SCALE, expand_pair, widen_scales
 
@@ -102,9 +102,7 @@ def fetch_unit(
         swizzled = arith.xori(chunk, arith.andi(row, w.i32(7)))
         token_offset = w.add(w.scaled(row, _ROW_BYTES), w.scaled(swizzled, 16), w.i32(_WEIGHT_BYTES))
         is_first = _equal(thread, 0)
-        evict_first = mgpu.utils.inline_ptx(
-            "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", result_types=w.i64_type(), has_side_effects=True
-        )
+        evict_first = cache_policy("evict_first")
         stage, parity = _split(done, num_stages)
 
         @mgpu.utils.fori(w.i32(num_columns), [stage, arith.xori(parity, w.i32(1))])
@@ -396,10 +394,12 @@ def multiply_down(
         column = w.scaled(warpgroup, 2 * features)
         with mgpu.utils.when(is_token):
             mgpu.utils.inline_ptx(
-                "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;",
+                "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [$0], [$1], $2, $3;",
                 w.at(w.gmem(y), arith.addi(arith.muli(row, w.i64(2 * width)), w.wide(column)), w.GLOBAL),
                 w.at(base, w.scaled(token, pitch), w.SHARED),
                 w.i32(2 * features),
+                # The sum finds the last ones there.
+                cache_policy("evict_last"),
                 has_side_effects=True,
             )
         mgpu.utils.inline_ptx("cp.async.bulk.commit_group;", has_side_effects=True)

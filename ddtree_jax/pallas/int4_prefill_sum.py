@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, BFloat16, Float, Int32
 
 from ddtree_jax.pallas import warps as w
-from ddtree_jax.pallas.int4_prefill_words import narrow
+from ddtree_jax.pallas.int4_prefill_words import cache_policy, narrow
 from ddtree_jax.pallas.int4_unpack import WEIGHT_SCALE
 
 _TOKENS_AT_ONCE = 2
@@ -78,6 +78,8 @@ def _sum_slice(
         slice_at = w.at(w.gmem(y), arith.muli(w.wide(tile), w.i64(2 * width * num_pairs)), w.GLOBAL)
         slice_at = w.at(slice_at, w.wide(column), w.GLOBAL)
         out_at = w.at(w.gmem(out), w.wide(w.add(w.scaled(tile, 2 * width), column)), w.GLOBAL)
+        # No row is read twice: what the down product has left in the second cache stays there until it is read.
+        policy = cache_policy("evict_first")
         step = num_workers * _TOKENS_AT_ONCE
         turns = arith.divui(arith.subi(w.i32(num_tokens + step - 1), first), w.i32(step))
 
@@ -93,7 +95,7 @@ def _sum_slice(
                     chosen = llvm.load(w.i32(), w.at(w.gmem(expert), at, w.GLOBAL))
                     is_local = arith.cmpi(arith.CmpIPredicate.ult, chosen, w.i32(num_experts))
                     row = w.at(slice_at, arith.muli(w.wide(arith.addi(pair, w.i32(x))), w.i64(2 * width)), w.GLOBAL)
-                    words = _load_if(row, arith.andi(is_token, is_local))
+                    words = _load_if(row, arith.andi(is_token, is_local), policy)
                     factor = llvm.load(w.f32(), w.at(w.gmem(weight), at, w.GLOBAL))
                     # The router's weight of another shard's expert may be anything.
                     factor = arith.select(is_local, factor, arith.constant(w.f32(), 0.0))
@@ -115,12 +117,14 @@ def _sum_slice(
     call(y, expert, weight, out, *scalars)
 
 
-def _load_if(pointer: ir.Value, is_needed: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _load_if(pointer: ir.Value, is_needed: ir.Value, policy: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Two words, or zeros."""
     return mgpu.utils.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.v2.b32 {$0, $1}, [$2]; }",
+        "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
+        "@p ld.global.L1::no_allocate.L2::cache_hint.v2.b32 {$0, $1}, [$2], $4; }",
         pointer,
         arith.extui(w.i32(), is_needed),
+        policy,
         result_types=[w.i32(), w.i32()],
         has_side_effects=True,
     )
