@@ -21,6 +21,7 @@ from experiments.bench_int4_moe import BYTES_PER_SECOND, SHARDS, WIDTH, Shard, r
 FLOPS_PER_SECOND = 790e12
 SEEDS = range(4)
 CHECKED_TOKENS = 64
+RATE_SIZE = 8192
 
 
 @jax.jit
@@ -49,8 +50,15 @@ def count_flops(shard: Shard, routing: tuple[np.ndarray, np.ndarray]) -> float:
     return 6.0 * shard.features * WIDTH * int((routing[0] < shard.num_experts).sum())
 
 
-def measure_case(shard: Shard, experts: ExpertBlocks, tokens: int, runs: int) -> dict[str, Any]:
-    """A result line, without where and with what it was measured."""
+def measure_rate(runs: int) -> float:
+    """Operations a second of a large bfloat16 product of random numbers: what this device's tensor cores do."""
+    a_NN, b_NN = (jax.random.normal(jax.random.key(seed), (RATE_SIZE, RATE_SIZE), jnp.bfloat16) for seed in range(2))
+    product = jax.jit(jnp.matmul)
+    return 2.0 * RATE_SIZE**3 / float(np.median(time_kernels(lambda i: product(a_NN, b_NN), runs)))
+
+
+def measure_case(shard: Shard, experts: ExpertBlocks, tokens: int, runs: int, rate: float) -> dict[str, Any]:
+    """A result line, without where and with what it was measured; ``rate`` is that of this device (`measure_rate`)."""
     x_TD = jax.random.normal(jax.random.key(tokens), (tokens, WIDTH), jnp.bfloat16)
     routings = [shard.draw_routing(tokens, seed) for seed in SEEDS]
     on_device = [tuple(map(jnp.asarray, routing)) for routing in routings]
@@ -71,16 +79,19 @@ def measure_case(shard: Shard, experts: ExpertBlocks, tokens: int, runs: int) ->
         f"{distinct * shard.expert_bytes / 1e6:.0f} MB at {BYTES_PER_SECOND / 1e12} TB/s: the longer",
         "fraction_of_ceiling": ceiling_seconds / seconds,
         "fraction_of_tensor_cores": flops / FLOPS_PER_SECOND / seconds,
+        "measured_flops_per_second": rate,
+        "fraction_of_measured": flops / rate / seconds,
         "runs": runs,
         "error": relative_error(kernel(x_TD, *on_device[0], experts)[rows], expected_TD),
     }
 
 
 def measure(tokens: list[int], runs: int) -> Iterator[dict[str, Any]]:
+    rate = measure_rate(runs)
     for shard in SHARDS:
         experts = jax.block_until_ready(shard.draw_weights())
         for count in tokens:
-            yield measure_case(shard, experts, count, runs)
+            yield measure_case(shard, experts, count, runs, rate)
 
 
 FUZZ_SHAPES = ((65, 8, 96, 512, 256), (300, 3, 12, 1024, 512), (777, 2, 5, 512, 1024), (1100, 8, 48, 512, 256))
