@@ -13,15 +13,20 @@ Weights are read once for each 64 tokens of an expert. 2,048 tokens of 8 experts
 235 MB each way, which a shard of 48 experts of 2,048 features has an eighth of. One H200, us::
 
                    prepare   gate and up   down   sum
-    384 x 256        14          251        180     67
-    48 x 2,048       16          252        143     31
+    384 x 256        16          251        178     63
+    48 x 2,048       17          247        144     32
 
-Of the first, copies and stores alone take 210 in gate and up and 183 in down, with products but without unpacking 216, 186:
-down, sum and most of prepare are as fast as the memory. In gate and up the compiler unpacks all of a stage before its
-products; unpacking kept between products, two at a time, gained nothing. Nor did tiles in the order of slices, whose last
-ones the sum finds in the second cache (5 us less there, 5 more in down), bulk copies of hidden rows, or warpgroups that begin
-at different times. Tokens in their own order, permuted while they are copied 4 bytes a time, make prepare 6 us shorter and
-gate and up 90 longer.
+From one run to the next, gate and up varied between 243 and 256 of the first. There, copies and stores alone take 210 in gate
+and up and 183 in down, with products but without unpacking 216, 186: down, sum and most of prepare are as fast as the memory.
+In gate and up the compiler unpacks all of a stage before its products; unpacking kept between products, two or four at a
+time, gained nothing. Nor did bulk copies of hidden rows, warpgroups that begin at different times, or rows of down by place.
+Tokens in their own order, permuted while they are copied 4 bytes a time, make prepare 6 us shorter and gate and up 90 longer;
+permuted by exchange between threads, they take as long as now.
+
+Down's stores ask the second cache to keep their lines, and the sum reads without displacing them: 3 us less in down, 4 in the
+sum, 1.5 more in the next prepare, during which they are probably written back. Only a fraction of the rows kept, or the
+last slices of all units at the end, gained no more. Sums in the down kernel, by a warpgroup of its own, slice after slice
+through a few slots: 273 to 290 instead of down's and sum's 248.
 """
 
 import functools
