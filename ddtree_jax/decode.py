@@ -130,6 +130,11 @@ class Plan:
             place=place,
         )
 
+    @property
+    def undrafted(self) -> "Plan":
+        """Without anything that differs between modes and budgets: enough to draw the token behind a prompt."""
+        return replace(self, num_nodes=1, num_candidates=1, depth=0, mask_token_id=0)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -266,11 +271,11 @@ def begin(models: Models, context: Context, sampling: SamplingArrays, plan: Plan
         num_rounds_B=zeros_B,
         finish_B=zeros_B,
         rounds=jnp.int32(0),
-        last=_no_round(batch, plan),
+        last=no_round(batch, plan),
     )
     # The last prompt token stands where a tree's root would: one position before the token that is drawn.
     root = tree_lib.root_only(zeros_B)
-    *_, first = _accept(logits_B1V, root, context.length_B - 1, state, sampling, replace(plan, depth=0))
+    *_, first = _accept(logits_B1V, root, context.length_B - 1, state, sampling, plan.undrafted)
     return _emit(replace(state, root_B=first.token_BM[:, 0]), first, zeros_B + 1, sampling)
 
 
@@ -338,7 +343,8 @@ def _emission(logits_BNV: Array, path_BT: Array, token_BT: Array, sampling: Samp
     )
 
 
-def _no_round(batch: int, plan: Plan) -> Round:
+def no_round(batch: int, plan: Plan) -> Round:
+    """What stands in a state before its first round."""
     nodes_BN = jnp.zeros((batch, plan.num_nodes), jnp.int32)
     return Round(
         token_BN=nodes_BN,

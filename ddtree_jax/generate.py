@@ -80,6 +80,7 @@ class Engine:
         out = {"out_shardings": placement.whole}
         self._draft_logits = jax.jit(decode.draft_once, static_argnames=("depth", "mask_token_id"), **out)
         self._unembed = jax.jit(kimi.Kimi.unembed, **out)
+        self._no_round = jax.jit(decode.no_round, static_argnums=(0, 1), **out)
 
     @classmethod
     def load(
@@ -345,13 +346,9 @@ class Engine:
             return self._new_context(batch), [0] * batch
         target = self.models.target
         hidden_BD = np.zeros((batch, target.config.hidden_size), target.norm_D.dtype)
-        context = decode.Context(
-            target_cache=prefixes.target_cache,
-            drafter_cache=prefixes.drafter_cache,
-            length_B=self._placement.put(np.array(prefixes.lengths, np.int32)),
-            hidden_BD=self._placement.put(hidden_BD),
-        )
-        return context, prefixes.lengths
+        length_B, hidden_BD = self._placement.put((np.array(prefixes.lengths, np.int32), hidden_BD))
+        caches = {"target_cache": prefixes.target_cache, "drafter_cache": prefixes.drafter_cache}
+        return decode.Context(length_B=length_B, hidden_BD=hidden_BD, **caches), prefixes.lengths
 
     def _run(self, job: "_Job", rounds_per_slice: int) -> Iterator[Progress]:
         """Prefills, then yields after each slice of rounds until every sequence has finished."""
@@ -362,10 +359,12 @@ class Engine:
             token_ids = [prompt.token_ids for prompt in job.prompts] + [[]] * (len(num_cached) - len(job.prompts))
             rests = [ids[num:] for ids, num in zip(token_ids, num_cached, strict=True)]
             num_chunks, (context, _) = deque(enumerate(self._prefill_chunks(context, rests), 1), maxlen=1).pop()
-            # The caches need no part in drawing the first token: they move from the context to the state as they are.
+            # The caches need no part in drawing the first token: they move from the context to the state as they are. Nor
+            # does the shape of rounds, so that all plans share the program.
             bare = replace(context, target_cache=[], drafter_cache=[])
-            state = self._begin(self.models, bare, job.sampling, plan=job.plan, capacity=self.max_length)
-            state = replace(state, target_cache=context.target_cache, drafter_cache=context.drafter_cache)
+            state = self._begin(self.models, bare, job.sampling, plan=job.plan.undrafted, capacity=self.max_length)
+            caches = {"target_cache": context.target_cache, "drafter_cache": context.drafter_cache}
+            state = replace(state, last=self._no_round(len(num_cached), job.plan), **caches)
             budget = self._placement.put(np.int32(job.budget))
         jax.block_until_ready(state.root_B)
         prefilled = time.perf_counter()

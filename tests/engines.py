@@ -1,7 +1,7 @@
 """Fixtures that several test files share: golden checkpoints, converted once a session, and engines on them.
 
-A test file asks for them with ``pytest_plugins = ["engines"]``. Engines of one checkpoint have one ``max_length``, so
-that compiled programs are shared too.
+A test file asks for them with ``pytest_plugins = ["engines"]``. Engines of one checkpoint have the same `OPTIONS`, so
+that compiled programs are shared too; they have no kernels, whose tracing takes time, and one width of chunks.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ddtree_jax import Engine
 from ddtree_jax.sharding import make_mesh
 from ddtree_jax.tokenizer import Tokenizer
 
-MAX_LENGTH = 256
+OPTIONS = {"max_length": 256, "prefill_chunk": 16}
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def converted(tmp_path_factory) -> Callable[[Path], Path]:
 @pytest.fixture(scope="session")
 def golden_engine(golden, converted) -> Engine:
     target, drafter = converted(golden / "target"), converted(golden / "drafter")
-    return Engine.load(target, drafter, max_length=MAX_LENGTH, dtype="float32")
+    return Engine.load(target, drafter, dtype="float32", kernels=False, **OPTIONS)
 
 
 @pytest.fixture(scope="session")
@@ -45,4 +45,6 @@ def text_engine(golden_engine) -> Engine:
     straddling = [b"\xa9" + byte + b"\xc3" for byte in ascii]  # two in a row hold an e with an accent
     tokenizer = Tokenizer({token: rank for rank, token in enumerate(ascii + straddling)})
     models = golden_engine.models
-    return Engine(models.target, models.drafter, mesh=make_mesh(None), max_length=MAX_LENGTH, tokenizer=tokenizer)
+    return Engine(
+        models.target, models.drafter, mesh=make_mesh(None), tokenizer=tokenizer, has_kernels=False, **OPTIONS
+    )

@@ -170,7 +170,7 @@ CONFIGS = {"plain": plain_configs, "yarn": yarn_configs, "text": text_configs, "
 
 
 def make_pair(name: str, *, seed: int = 0, max_length: int = MAX_LENGTH, **options: Any) -> Pair:
-    """A pair by its name in `CONFIGS`; ``options`` are the engine's."""
+    """A pair by its name in `CONFIGS`; ``options`` are the engine's. Kernels, which no CPU runs, take time to trace."""
     target, drafter = CONFIGS[name]()
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     target_arrays = draw_arrays(kimi.parameters(target), rng)
@@ -187,6 +187,7 @@ def make_pair(name: str, *, seed: int = 0, max_length: int = MAX_LENGTH, **optio
         mesh=make_mesh(None),
         max_length=max_length,
         tokenizer=tokenizer,
+        has_kernels=False,
         **options,
     )
     return Pair(engine, oracle, Drafter(drafter, drafter_arrays, oracle), bytes_of)

@@ -29,7 +29,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return make_pair("plain", max_length=133).engine
+    return make_pair("plain", max_length=133, prefill_chunk=64).engine
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -67,7 +67,7 @@ def test_a_sequence_is_a_function_of_its_prompt_params_and_number(engine):
     for output in outputs[1:]:
         assert output.token_ids == outputs[0].token_ids
         np.testing.assert_allclose(output.logprobs, outputs[0].logprobs, rtol=0, atol=1e-5)
-    assert engine.generate([prompt] * 4, params)[3].token_ids != outputs[0].token_ids
+    assert engine.generate([prompt] * 4, params, DecodeConfig(budget=7))[3].token_ids != outputs[0].token_ids
 
 
 def test_finished_sequences_cost_no_tokens(engine):
@@ -84,15 +84,19 @@ def test_number_of_programs_is_bounded(engine):
     programs = engine._prefill, engine._begin, engine._decode_rounds
     other = make_pair("plain", max_length=137).engine
     before = [program._cache_size() for program in programs]
+
+    def grown() -> list[int]:
+        return [program._cache_size() - size for program, size in zip(programs, before, strict=True)]
+
     for size, length in itertools.product((1, 3, 4), (1, 16, 17, 64)):
         prompt = RANDOM.integers(0, 37, length).tolist()
         other.generate([prompt] * size, SamplingParams(max_new_tokens=2), DecodeConfig(mode="ar"))
     num_sizes, num_widths = 2, 2  # filled up to 1 or 4 sequences, and to 16 or 64 tokens
-    grown = [program._cache_size() - size for program, size in zip(programs, before, strict=True)]
-    assert grown == [num_sizes * num_widths, num_sizes, num_sizes]
-    for budget, top_logprobs in itertools.product((1, 2, 3), (0, 1, 5)):
+    assert grown() == [num_sizes * num_widths, num_sizes, num_sizes]
+    for budget in (1, 2, 3):
+        other.generate([[3]], SamplingParams(max_new_tokens=2), DecodeConfig(budget=budget))
+    assert grown() == [num_sizes * num_widths, num_sizes, num_sizes + 1], "one bucket of budgets, begun alike"
+    for top_logprobs in (0, 1, 5):
         params = SamplingParams(max_new_tokens=2, logprobs=True, top_logprobs=top_logprobs)
-        other.generate([[3]], params, DecodeConfig(budget=budget))
-    assert programs[2]._cache_size() == before[2] + num_sizes + 2, (
-        "one bucket of budgets, with alternatives and without"
-    )
+        other.generate([[3]], params, DecodeConfig(mode="ar"))
+    assert grown() == [num_sizes * num_widths, num_sizes + 1, num_sizes + 2], "with alternatives and without"

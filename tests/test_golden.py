@@ -13,6 +13,7 @@ import pytest
 
 from ddtree_jax import DecodeConfig, Engine, SamplingParams, checkpoint, kimi
 from ddtree_jax.config import KimiConfig
+from ddtree_jax.decode import Context
 from ddtree_jax.sharding import make_mesh
 
 pytest_plugins = ["engines"]
@@ -99,10 +100,17 @@ def test_residual_stream_and_router(capturing_target, target_numbers, monkeypatc
         )
 
 
+def prefilled(engine: Engine, token_ids: list[int]) -> Context:
+    """What the engine's own programs leave in the caches."""
+    with engine._precision():
+        *_, (context, _) = engine._prefill_chunks(engine._new_context(1), [token_ids])
+    return context
+
+
 def test_latent_cache(golden_engine, target_numbers):
     """Cache rows are the normed latent and the rotated key, pairs interleaved."""
     prompt = target_numbers["p1_ids"].tolist()
-    ((context, _),) = golden_engine._prefill_chunks(golden_engine._new_context(1), [prompt])
+    context = prefilled(golden_engine, prompt)
     row_TW = np.asarray(context.target_cache[1][0, : len(prompt)])
     expected_TW = np.concatenate(
         [target_numbers["p1_layer1_kv_latent"], target_numbers["p1_layer1_k_pe_interleaved"]], axis=1
@@ -111,17 +119,18 @@ def test_latent_cache(golden_engine, target_numbers):
 
 
 @pytest.mark.parametrize("variant", ["", "sliding_", "amplitude_"])
-def test_draft_logits(golden, converted, golden_engine, drafter_numbers, target_numbers, runs, variant, monkeypatch):
+def test_draft_logits(golden, converted, golden_engine, drafter_numbers, target_numbers, runs, variant):
     """Both rounds of each prompt; the second has the first one's accepted tokens in its context."""
     facts = json.loads((golden / "drafter_golden.json").read_text())
     engine = golden_engine
     if variant:
-        monkeypatch.setattr(golden_engine, "_chunk_widths", (golden_engine.max_length,))  # one program instead of three
         engine = Engine.load(
             converted(golden / "target"),
             converted(golden / ("drafter_sliding" if variant == "sliding_" else "drafter")),
             max_length=golden_engine.max_length,
+            prefill_chunk=golden_engine._chunk_widths[-1],
             dtype="float32",
+            kernels=False,
             drafter_rope_amplitude=facts["rope_amplitude"]["other_amplitude"] if variant == "amplitude_" else None,
         )
     chains = {run["prompt"]: run for run in runs if run["method"] == "dflash" and not run["stop_token_ids"]}
@@ -235,7 +244,7 @@ def verify(golden_engine) -> Callable:
 
     def verify(prefix: np.ndarray, token_N: np.ndarray, position_N: np.ndarray, visible_NN: np.ndarray):
         num_nodes = len(token_N)
-        ((context, _),) = golden_engine._prefill_chunks(golden_engine._new_context(1), [prefix.tolist()])
+        context = prefilled(golden_engine, prefix.tolist())
         padded_NN = np.eye(NUM_PLACES, dtype=bool)
         padded_NN[:num_nodes, :num_nodes] = visible_NN
         nodes = (

@@ -55,7 +55,7 @@ def inputs_of_loop(engine: Engine, decode: DecodeConfig, sampling: SamplingParam
 
 def test_settings_share_a_program(compilations):
     """Any budget in a bucket, any number of new tokens, seed and filter: one program. The next bucket: another."""
-    engine = make_pair("plain", max_length=59, has_kernels=False).engine  # caches of a length that no other engine has
+    engine = make_pair("plain", max_length=59).engine  # caches of a length that no other engine has
     one, other = [3, 1, 4, 1, 5, 9], [2, 7, 1]
     engine.generate(one, SamplingParams(max_new_tokens=3, logprobs=True), TREE)
     before, size = compilations[COMPILED], engine._decode_rounds._cache_size()

@@ -1,12 +1,14 @@
 """The main job as a user starts it: text soon, the same tokens from all modes, one conversion."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from forked import programs
 
 from ddtree_jax import RoundTrace
 from experiments.tree_text import draw_tree
@@ -16,13 +18,22 @@ SECONDS_TO_FIRST_TEXT = 60
 
 
 def start(cache: Path, *flags: str) -> subprocess.Popen:
+    """Compiles as a user's process does, not as quickly as the tests (`conftest`)."""
     command = [sys.executable, "-m", "experiments.generate", f"--cache_dir={cache}", "--max_new_tokens=24", *flags]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with programs() as server:
+        yield server
 
 
 def test_first_text_comes_soon_and_the_table_follows(cache):
@@ -66,12 +77,11 @@ def test_json_line_and_second_run_converts_nothing(cache):
         (["--json", "--show_tree"], "exclude each other"),
     ],
 )
-def test_wrong_flags_end_in_a_sentence(cache, flags, message):
-    with start(cache, *flags) as process:
-        out, errors = process.communicate()
-    assert process.returncode != 0
-    assert message in out + errors
-    assert "Traceback" not in errors
+def test_wrong_flags_end_in_a_sentence(server, cache, flags, message):
+    (result,) = server.run(["experiments.generate", f"--cache_dir={cache}", *flags])
+    assert result.returncode != 0
+    assert message in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_drawn_tree():

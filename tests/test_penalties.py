@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_pairs import make_pair
 
 from ddtree_jax import DecodeConfig, SamplingParams, penalties
 from ddtree_jax.sampling_params import SamplingArrays
@@ -117,9 +118,14 @@ def test_a_bias_can_force_and_forbid(golden_engine):
     assert not set(done) & set(free)
 
 
-def test_neighbours_penalties_are_their_own(golden_engine):
-    alone = golden_engine.generate(PROMPT, SamplingParams(max_new_tokens=19))[0].token_ids
-    params = [SamplingParams(max_new_tokens=19), SamplingParams(max_new_tokens=19, repetition_penalty=5.0)]
-    both = [done.token_ids for done in golden_engine.generate([PROMPT, PROMPT], params, DecodeConfig(mode="ar"))]
-    assert both[0] == alone
-    assert both[1] != alone
+def test_neighbours_penalties_are_their_own():
+    engine = make_pair("least").engine
+    free, penalized = (SamplingParams(max_new_tokens=19, ignore_eos=True, repetition_penalty=x) for x in (1.0, 5.0))
+
+    def tokens(*params: SamplingParams) -> list[list[int]]:
+        return [done.token_ids for done in engine.generate([[3, 1, 4]] * 2, params, DecodeConfig(mode="ar"))]
+
+    expected = tokens(free, free)
+    assert tokens(free, penalized)[0] == expected[0]
+    assert tokens(penalized, free)[1] == expected[1]
+    assert tokens(free, penalized)[1] != expected[1]

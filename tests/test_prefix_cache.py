@@ -16,11 +16,14 @@ FIRST_IDS = itertools.cycle(range(4, 60))
 MAX_LENGTH = 131
 
 
+def make_engine(prefix_cache: bool) -> Engine:
+    """The same pair with and without a prefix cache, in chunks of four tokens."""
+    return make_pair("yarn", max_length=MAX_LENGTH, prefill_chunk=4, prefix_cache=prefix_cache).engine
+
+
 @pytest.fixture(scope="module")
 def engines() -> tuple[Engine, Engine]:
-    """The same pair with and without a prefix cache, in chunks of four tokens."""
-    cached, plain = (make_pair("yarn", max_length=MAX_LENGTH, prefill_chunk=4, prefix_cache=on) for on in (True, False))
-    return cached.engine, plain.engine
+    return make_engine(prefix_cache=True), make_engine(prefix_cache=False)
 
 
 def ids(count: int) -> list[int]:
@@ -78,23 +81,30 @@ def test_a_turn_without_drafts_costs_the_next_no_acceptance(engines):
 
 
 def test_sequences_may_move_grow_in_number_and_share_a_beginning(engines):
-    """A batch of another size and order, two branches of one conversation, one prompt that is known whole."""
+    """Another order, two branches of one conversation, a prompt that is known whole; then one sequence, then three."""
     engine, plain = engines
     params, decode = SamplingParams(max_new_tokens=9, logprobs=True), DecodeConfig()
     first = [ids(17), ids(11), ids(23)]
     outputs = engine.generate(first, params, decode)
     said = [one + done.token_ids for one, done in zip(first, outputs, strict=True)]
-    prompts = [[*said[2], 7], ids(5), said[0][:12], [*said[0], 9], [*said[2], 8]]
+    prompts = [[*said[2], 7], ids(5), said[0][:12], [*said[2], 8]]
     again = engine.generate(prompts, params, decode)
     num_cached = [done.stats.cached_tokens for done in again]
     assert num_cached[1:3] == [0, 11]
-    for number, index in ((0, 2), (3, 0), (4, 2)):
-        assert num_cached[number] in (len(said[index]) - 1, len(said[index]))
+    for number in (0, 3):
+        assert num_cached[number] in (len(said[2]) - 1, len(said[2]))
     for done, scratch in zip(again, plain.generate(prompts, params, decode), strict=True):
         same(done, scratch)
     once_more = engine.generate(prompts[1], params, decode)[0]
     assert once_more.stats.cached_tokens == 4
     same(once_more, plain.generate(prompts[1], params, decode)[0])
+    known = prompts[1] + once_more.token_ids
+    grown = [ids(7), [*known, 3], [*known[:7], 2]]
+    more = engine.generate(grown, params, decode)
+    assert more[1].stats.cached_tokens in (len(known) - 1, len(known))
+    assert [more[number].stats.cached_tokens for number in (0, 2)] == [0, 7]
+    for done, scratch in zip(more, plain.generate(grown, params, decode), strict=True):
+        same(done, scratch)
 
 
 def test_what_a_cut_left_behind_is_no_prefix(engines):
@@ -142,7 +152,7 @@ def test_streams_leave_a_prefix_when_they_end_and_nothing_when_they_are_closed(e
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_closing_a_stream_frees_what_it_held(prefix_cache):
-    engine = make_pair("plain", max_length=139, prefix_cache=prefix_cache).engine
+    engine = make_engine(prefix_cache)
 
     def num_bytes() -> int:
         gc.collect()
@@ -158,7 +168,7 @@ def test_closing_a_stream_frees_what_it_held(prefix_cache):
         assert num_bytes() == before
     # A stream that nobody has read yet holds its request, and no caches.
     unread = engine.stream([3, 4, 6], params)
-    num_cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.models.target.init_cache(1, 139)))
+    num_cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.models.target.init_cache(1, MAX_LENGTH)))
     assert 0 < num_bytes() - before < num_cache_bytes
     unread.close()
     del unread

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_pairs import make_pair
 
 from ddtree_jax import DecodeConfig, SamplingParams, sampling
 from ddtree_jax.sampling_params import SamplingArrays
@@ -233,13 +234,14 @@ def test_logprobs_are_the_scores_before_everything(golden_engine, temperature, m
         assert len(set(tokens)) == 7
 
 
-def test_logprobs_come_to_those_who_asked(golden_engine):
+def test_logprobs_come_to_those_who_asked():
+    engine = make_pair("least").engine
     params = [
-        SamplingParams(max_new_tokens=5),
-        SamplingParams(max_new_tokens=3, logprobs=True),
-        SamplingParams(max_new_tokens=4, logprobs=True, top_logprobs=1),
+        SamplingParams(max_new_tokens=5, ignore_eos=True),
+        SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=True),
+        SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=True, top_logprobs=1),
     ]
-    neither, one, both = golden_engine.generate([PROMPT] * 3, params, DecodeConfig(mode="ar"))
+    neither, one, both = engine.generate([[3, 1, 4]] * 3, params, DecodeConfig(mode="ar"))
     assert (neither.logprobs, neither.top_logprobs, one.top_logprobs) == (None, None, None)
     assert (len(one.logprobs), len(both.logprobs)) == (3, 4)
     assert [best for (best,) in both.top_logprobs] == list(zip(both.token_ids, both.logprobs, strict=True))

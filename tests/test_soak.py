@@ -12,6 +12,7 @@ from small_pairs import make_pair
 
 from ddtree_jax import DecodeConfig, SamplingParams
 from ddtree_jax.decode import MODES
+from ddtree_jax.generate import STREAM_ROUNDS
 
 NUM_ROUNDS = 10_000
 MAX_LENGTH = 509
@@ -23,7 +24,8 @@ def resident_bytes() -> int:
 
 
 def test_ten_thousand_rounds():
-    engine = make_pair("least", max_length=MAX_LENGTH, prefix_cache=True).engine
+    # One width of chunks: fewer programs.
+    engine = make_pair("least", max_length=MAX_LENGTH, prefix_cache=True, prefill_chunk=16).engine
     decodes = [DecodeConfig(mode=mode, budget=7) for mode in MODES]
     random, seeds = np.random.default_rng(3), itertools.count()
 
@@ -45,7 +47,7 @@ def test_ten_thousand_rounds():
             again = engine.generate([prompts[0] + done[0].token_ids[:20], prompts[1]], params, decode)
             num_rounds += max(one.stats.rounds for one in again)
             for _ in zip(engine.stream(prompts[0], params, decode), range(5), strict=False):
-                num_rounds += 4
+                num_rounds += STREAM_ROUNDS
         return num_rounds
 
     counter = collections.Counter()

@@ -25,7 +25,7 @@ PROMPTS = [RANDOM.integers(1, 37, length).tolist() for length in (3, 19, 30)]
 @pytest.fixture
 def engines() -> tuple[Engine, Engine]:
     """The same pair twice; the second one embeds token 0, which fills what holds no token, as NaN."""
-    options = {"max_length": 97, "prefill_chunk": 16, "has_kernels": False}
+    options = {"max_length": 97, "prefill_chunk": 16}
     clean, poisoned = (make_pair("plain", **options).engine for _ in range(2))
     weight = poisoned.models.target.embedding_VD
     weight[...] = weight[...].at[0].set(jnp.nan)
