@@ -5,18 +5,20 @@ never pass through the drafter's layers; the block's own keys and values live fo
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float, Int32
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int32
 
 from ddtree_jax.config import DFlashConfig
 from ddtree_jax.layers import MLP_PROJECTIONS, Layer, Turns, gain, run_mlp
 from ddtree_jax.pallas.add_norm import rms_norm
+from ddtree_jax.pallas.block_attention import block_attention, block_attention_reference
+from ddtree_jax.pallas.block_attention_kernel import SLOT_MULTIPLE
 from ddtree_jax.projections import Product, Projection, are_taken, named, pack_all
 from ddtree_jax.sharding import ArrayInfo, Parameters, partition
 
@@ -26,15 +28,22 @@ KeyValue = tuple[Array, Array]
 CACHE_AXES = (None, None, "kv_heads", None)
 """Logical axes of cached keys and values, and of the weights [D, m, J, R] of all layers' keys and values."""
 
-_LEAST_WINDOWS = 4
-"""Caches of fewer are read as they are: a window may be copied before it is read."""
+# A kernel takes seconds to lower; this is lowered once for all layers that see alike.
+_block_attention = jax.jit(block_attention, static_argnames=("eps", "window", "is_causal"))
 
 
 class Block(Layer):
     """One drafter layer: grouped-query attention with normed queries and keys, then a gated MLP."""
 
-    def __init__(self, config: DFlashConfig, layer: int, arrays: Mapping[str, Array]):
-        super().__init__(config, arrays)
+    def __init__(
+        self,
+        config: DFlashConfig,
+        layer: int,
+        arrays: Mapping[str, Array],
+        mesh: Mesh | None = None,
+        has_kernels: bool = False,
+    ):
+        super().__init__(config, arrays, mesh, has_kernels)
         self.window = config.sliding_window if config.sliding_layers[layer] else None
 
     @staticmethod
@@ -64,86 +73,39 @@ class Block(Layer):
         output = Product("BTJQR,JQRD->BTD", ("o_JQRD",))
         return named(Projection("qkv", products), Projection("o", (output,))) | MLP_PROJECTIONS
 
-    def query_key_value(
-        self, x_BTD: Float[Array, "B T D"], turns: Turns
-    ) -> tuple[Float[Array, "B T J Q R"], Float[Array, "B T J R"], Float[Array, "B T J R"]]:
-        """Of a block's rows, queries and keys rotated."""
-        q_BTJQR, key_BTJR, value_BTJR = self.multiply("qkv", x_BTD)
-        return self.finish_query(q_BTJQR, turns), self.finish_key(key_BTJR, turns), value_BTJR
-
     def finish_key(self, key_BTJR: Float[Array, "B T J R"], turns: Turns) -> Float[Array, "B T J R"]:
         """Norm and rotation of projected keys."""
         return turns.turn_halves(rms_norm(key_BTJR, self.k_norm_R[...], self.config.rms_norm_eps))
 
-    def finish_query(self, q_BTJQR: Float[Array, "B T J Q R"], turns: Turns) -> Float[Array, "B T J Q R"]:
-        """The same of queries."""
-        config = self.config
-        q_BTJQR = rms_norm(q_BTJQR, self.q_norm_R[...], config.rms_norm_eps)
-        heads_BTHR = q_BTJQR.reshape(*q_BTJQR.shape[:2], config.num_attention_heads, config.head_dim)
-        return turns.turn_halves(heads_BTHR).reshape(q_BTJQR.shape)
+    @property
+    def sight(self) -> dict[str, Any]:
+        """What rows see, in the words of `block_attention`."""
+        return {"window": self.window, "is_causal": self.window is not None and self.config.sliding_causal}
 
-    def _within_window(self, cache: KeyValue, length_B: Array) -> tuple[KeyValue, Int32[Array, "B"]]:
-        """Of a sliding layer as many slots as its window has, among them all that rows from ``length_B`` on see, else all.
-
-        Also the number of the first one.
-        """
-        num_slots = cache[0].shape[1]
-        if self.window is None or num_slots < _LEAST_WINDOWS * self.window:
-            return cache, jnp.zeros_like(length_B)
-        first_B = jnp.clip(length_B - self.window, 0, num_slots - self.window)
-        take = jax.vmap(functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=self.window))
-        return (take(cache[0], first_B), take(cache[1], first_B)), first_B
-
-    def _visible(
-        self, positions_BT: Array, length_B: Array, first_B: Array, num_slots: int
-    ) -> tuple[Bool[Array, "B T S"], Array]:
-        """Which of ``num_slots`` context slots from ``first_B`` on, and which block rows, each block row sees.
-
-        A context slot holds the position of its own number. ::
-
-            slots            block            sliding, window 4, causal        full
-            0 1 2 3 4 5      6 7 8      row 7: . . . . x x  x x .        x x x x x x  x x x
-        """
-        batch, num_rows = positions_BT.shape
-        slot_BS = first_B[:, None] + jnp.arange(num_slots, dtype=jnp.int32)[None]
-        slot_BTS = jnp.broadcast_to(slot_BS[:, None], (batch, num_rows, num_slots))
-        context_BTS = slot_BTS < length_B[:, None, None]
-        distance_BTt = positions_BT[:, :, None] - positions_BT[:, None, :]
-        block_BTt = jnp.ones(distance_BTt.shape, bool)
-        if self.window is not None:
-            context_BTS &= positions_BT[..., None] - slot_BTS < self.window
-            block_BTt = jnp.abs(distance_BTt) < self.window
-            if self.config.sliding_causal:
-                block_BTt &= distance_BTt >= 0
-        return context_BTS, block_BTt
-
-    def attend(self, x_BTD: Array, positions_BT: Array, turns: Turns, length_B: Array, cache: KeyValue) -> Array:
-        config = self.config
-        q_BTJQR, key_BTJR, value_BTJR = self.query_key_value(x_BTD, turns)
-        cache, first_B = self._within_window(cache, length_B)
-        context_BTS, block_BTt = self._visible(positions_BT, length_B, first_B, cache[0].shape[1])
-
-        scale = config.head_dim**-0.5
-        score_BJQTS = jnp.einsum("BTJQR,BSJR->BJQTS", q_BTJQR, cache[0], preferred_element_type=jnp.float32)
-        score_BJQTt = jnp.einsum("BTJQR,BtJR->BJQTt", q_BTJQR, key_BTJR, preferred_element_type=jnp.float32)
-        score_BJQTS = jnp.where(context_BTS[:, None, None], score_BJQTS * scale, -jnp.inf)
-        score_BJQTt = jnp.where(block_BTt[:, None, None], score_BJQTt * scale, -jnp.inf)
-        # One softmax over both, without putting them together: context scores are as long as the cache.
-        top_BJQT1 = jnp.maximum(*(jnp.max(part, axis=-1, keepdims=True) for part in (score_BJQTS, score_BJQTt)))
-        weight_BJQTS, weight_BJQTt = jnp.exp(score_BJQTS - top_BJQT1), jnp.exp(score_BJQTt - top_BJQT1)
-        total_BJQT1 = sum(jnp.sum(part, axis=-1, keepdims=True) for part in (weight_BJQTS, weight_BJQTt))
-        weight_BJQTS, weight_BJQTt = ((part / total_BJQT1).astype(x_BTD.dtype) for part in (weight_BJQTS, weight_BJQTt))
-        attended_BTJQR = jnp.einsum("BJQTS,BSJR->BTJQR", weight_BJQTS, cache[1])
-        attended_BTJQR += jnp.einsum("BJQTt,BtJR->BTJQR", weight_BJQTt, value_BTJR)
+    def attend(self, x_BTD: Array, turns: Turns, length_B: Array, cache: KeyValue) -> Array:
+        attend = _block_attention if self.has_kernels else block_attention_reference
+        attend = functools.partial(attend, eps=self.config.rms_norm_eps, **self.sight)
+        gains = self.q_norm_R[...], self.k_norm_R[...]
+        arrays = *self.multiply("qkv", x_BTD), *gains, *turns, *cache, length_B
+        attended_BTJQR = _with_own_heads(attend, self.mesh)(*arrays)
         (y_BTD,) = self.multiply("o", attended_BTJQR)
         return y_BTD
 
-    def __call__(self, x_BTD: Array, positions_BT: Array, turns: Turns, length_B: Array, cache: KeyValue) -> Array:
+    def __call__(self, x_BTD: Array, turns: Turns, length_B: Array, cache: KeyValue) -> Array:
         eps = self.config.rms_norm_eps
         normed_BTD = rms_norm(x_BTD, self.input_norm_D[...], eps)
-        x_BTD = x_BTD + self.attend(normed_BTD, positions_BT, turns, length_B, cache)
+        x_BTD = x_BTD + self.attend(normed_BTD, turns, length_B, cache)
         normed_BTD = rms_norm(x_BTD, self.post_attention_norm_D[...], eps)
         return x_BTD + run_mlp(self, normed_BTD)
+
+
+def _with_own_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
+    """``attend`` on every shard's own heads and their cache; gains, turns and lengths are whole everywhere."""
+    if mesh is None:
+        return attend
+    heads, whole = partition(CACHE_AXES), PartitionSpec()
+    specs = partition((None, None, "kv_heads")), heads, heads, *(whole,) * 4, heads, heads, whole
+    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
 
 
 class DFlash(Layer):
@@ -155,10 +117,17 @@ class DFlash(Layer):
 
     block_type = Block
 
-    def __init__(self, config: DFlashConfig, arrays: Mapping[str, Mapping[str, Array]], mesh: Mesh | None = None):
-        super().__init__(config, {**arrays["context"], **arrays["head"]}, mesh)
+    def __init__(
+        self,
+        config: DFlashConfig,
+        arrays: Mapping[str, Mapping[str, Array]],
+        mesh: Mesh | None = None,
+        has_kernels: bool = False,
+    ):
+        super().__init__(config, {**arrays["context"], **arrays["head"]}, mesh, has_kernels)
         self.blocks = nnx.List(
-            self.block_type(config, layer, arrays[f"layer_{layer}"]) for layer in range(config.num_hidden_layers)
+            self.block_type(config, layer, arrays[f"layer_{layer}"], mesh, has_kernels)
+            for layer in range(config.num_hidden_layers)
         )
         if "context_kv" not in self.packed:
             self.key_value_DmJR = nnx.Param(_keys_and_values(arrays, config, mesh))
@@ -176,7 +145,11 @@ class DFlash(Layer):
         )
 
     def init_cache(self, batch: int, num_slots: int) -> list[KeyValue]:
-        """An empty context cache: keys and values [B, S, J, R] a layer, in the compute dtype."""
+        """An empty context cache: keys and values [B, S, J, R] a layer, in the compute dtype.
+
+        With kernels it has slots up to a whole piece of theirs.
+        """
+        num_slots += -num_slots % SLOT_MULTIPLE if self.has_kernels else 0
         shape = (batch, num_slots, self.config.num_key_value_heads, self.config.head_dim)
         dtype = self.norm_D[...].dtype
         return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in self.blocks]
@@ -215,14 +188,15 @@ class DFlash(Layer):
         length_B: Int32[Array, "B"],
         cache: list[KeyValue],
     ) -> Float[Array, "B T D"]:
-        """Normed hidden states of the block [root, MASK, ...]; row j predicts the token at its own position.
+        """Normed hidden states of the block [root, MASK, ...], whose row j stands at position ``length_B + j`` and predicts
+        the token there.
 
-        Slots of the cache from ``length_B`` on are not seen, but must be finite: their values are multiplied by zero.
+        Slots of the cache from ``length_B`` on are not seen, but must be finite: plain JAX multiplies their values by zero.
         """
         x_BTD, turns = embedded_BTD, self.turns(positions_BT)
         for layer, block in enumerate(self.blocks):
             with jax.named_scope(f"layer_{layer}"):
-                x_BTD = block(x_BTD, positions_BT, turns, length_B, cache[layer])
+                x_BTD = block(x_BTD, turns, length_B, cache[layer])
         return rms_norm(x_BTD, self.norm_D[...], self.config.rms_norm_eps)
 
 

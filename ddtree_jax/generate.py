@@ -146,7 +146,7 @@ class Engine:
             drafter_arrays = checkpoint.load(drafter, dflash.parameters(drafter_config), device_mesh, DTYPES[dtype])
             if has_kernels:
                 dflash.pack_projections(drafter_arrays, drafter_config, device_mesh)
-            drafter_model = dflash.DFlash(drafter_config, drafter_arrays, device_mesh)
+            drafter_model = dflash.DFlash(drafter_config, drafter_arrays, device_mesh, has_kernels)
         return cls(
             kimi.Kimi(target_config, arrays, capture, device_mesh, has_kernels),
             drafter_model,

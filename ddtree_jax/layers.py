@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from ddtree_jax.config import RopeConfig
+from ddtree_jax.pallas.block_attention import turn_halves
 from ddtree_jax.pallas.latent_rows import turn_pairs
 from ddtree_jax.projections import Packed, Product, Projection, named
 from ddtree_jax.sharding import ArrayInfo
@@ -129,6 +130,4 @@ class Turns(NamedTuple):
 
     def turn_halves(self, x: Float[Array, "B T heads R"]) -> Float[Array, "B T heads R"]:
         """Rotary embedding of pairs (i, i + R / 2)."""
-        cos, sin = self.cos_BTr[:, :, None], self.sin_BTr[:, :, None]
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+        return turn_halves(x, self.cos_BTr[:, :, None], self.sin_BTr[:, :, None])

@@ -117,8 +117,8 @@ def _placed(pack: Callable[..., dict[str, dict[str, Any]]], natural: ArrayShapes
 def _abstract_drafter(config: DFlashConfig, mesh: Mesh) -> dflash.DFlash:
     arrays = drafter_shapes(config, dflash.parameters(config), mesh)
     if any(isinstance(leaf, Packed) for leaf in arrays["context"].values()):
-        return dflash.DFlash(config, arrays, mesh)
-    drafter = jax.eval_shape(lambda arrays: dflash.DFlash(config, arrays, mesh), arrays)
+        return dflash.DFlash(config, arrays, mesh, has_kernels=True)
+    drafter = jax.eval_shape(lambda arrays: dflash.DFlash(config, arrays, mesh, has_kernels=True), arrays)
     of_name = {name: leaf.sharding for table in arrays.values() for name, leaf in table.items()}
     whole, heads, width = of_name["k_DJR"].spec
     of_name["key_value_DmJR"] = NamedSharding(mesh, PartitionSpec(whole, None, heads, width))

@@ -9,6 +9,7 @@
     python -m experiments.bench_kernels --kernel commit
     python -m experiments.bench_kernels --kernel layer [--nodes 1,8,16,64] [--check 100]
     python -m experiments.bench_kernels --kernel skinny_gemm [--nodes 1,8,16,32,64]
+    python -m experiments.bench_kernels --kernel block_attention [--check 20]
 
 Prints a line a case and replaces ``results/KERNEL.jsonl``.
 """
@@ -21,6 +22,7 @@ import jax
 from absl import app, flags
 
 from experiments import (
+    bench_block_attention,
     bench_commit,
     bench_int4_moe,
     bench_int4_prefill,
@@ -35,7 +37,7 @@ from experiments import (
 )
 from experiments.results_file import provenance, write_lines
 
-_KERNELS = ["int4_moe", "tree_mla", "tree_expand", "sample", "commit", "layer", "skinny_gemm"]
+_KERNELS = ["int4_moe", "tree_mla", "tree_expand", "sample", "commit", "layer", "skinny_gemm", "block_attention"]
 _KERNEL = flags.DEFINE_enum("kernel", None, _KERNELS, "Which kernel.", required=True)
 _NODES = flags.DEFINE_list(
     "nodes", ["1", "8", "16", "32", "64"], "int4_moe, layer, skinny_gemm: tokens in a call of decoding."
@@ -49,6 +51,10 @@ _RUNS = flags.DEFINE_integer("runs", 32, "Timed calls a case; their median count
 _CHECK = flags.DEFINE_integer(
     "check", 0, "Random routings, trees, logits, rows or batches of draws to compare with the reference first."
 )
+
+
+_BENCHES = {"tree_expand": bench_tree_expand, "sample": bench_sample, "block_attention": bench_block_attention}
+"""Modules with ``check`` and ``measure`` of a number."""
 
 
 def measure() -> Iterator[dict[str, Any]]:
@@ -71,8 +77,7 @@ def measure() -> Iterator[dict[str, Any]]:
             print(bench_layer.check(_CHECK.value), flush=True)
         yield from bench_layer.measure(list(map(int, _NODES.value)), _RUNS.value)
         return
-    if _KERNEL.value in ("tree_expand", "sample"):
-        bench = bench_sample if _KERNEL.value == "sample" else bench_tree_expand
+    if bench := _BENCHES.get(_KERNEL.value):
         if _CHECK.value:
             print(bench.check(_CHECK.value), flush=True)
         yield from bench.measure(_RUNS.value)

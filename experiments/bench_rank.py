@@ -11,8 +11,7 @@ hit on average, over all ranks. So tokens mean nothing, and nothing is said of a
 
 One program a number of nodes is the engine's whole loop ("round"), another the target's pass alone ("pass"), whose wall time
 no other stage blurs; lengths are traced. Caches have the slots of the longest context whatever the context is: kernels read
-what is committed, but the drafter's attention, which is plain JAX, all slots, or a window of them. ``--slots`` and
-``--contexts`` tell such costs apart.
+what is committed, plain JAX all slots or a window of them. ``--slots`` and ``--contexts`` tell such costs apart.
 
 * Kernel times are CUPTI's, of the captured loop. A kernel belongs to the stage of its instruction (see `stage_times`);
   stages sum to the round, what is of no stage ("other") and what no stage is known of ("unknown") among them.

@@ -24,6 +24,7 @@ from absl import app, flags
 from jax.experimental import topologies
 
 from experiments import (
+    bench_block_attention,
     bench_commit,
     bench_int4_moe,
     bench_layer,
@@ -43,12 +44,22 @@ class Case(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-def _skinny_gemm_cases(device: Device) -> Iterator[tuple[str, Callable[..., Any], tuple]]:
-    """Of a kernel that is written for Hopper's ``wgmma`` alone."""
-    if device.capability[0] != 9:
-        capability = ".".join(map(str, device.capability))
-        sys.exit(f"compile_kernels: skinny_gemm needs compute capability 9.0; {device.name} has {capability}")
+def _hopper_cases(device: Device) -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+    """Of `skinny_gemm`, which is written for Hopper's ``wgmma`` alone."""
+    _check_capability("skinny_gemm", device, device.capability[0] == 9, "9.0")
     return bench_skinny_gemm.cases_to_compile()
+
+
+def _copying_cases(device: Device) -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+    """Of `block_attention`, which needs the copy engine that there is from Hopper on."""
+    _check_capability("block_attention", device, device.capability[0] >= 9, "at least 9.0")
+    return bench_block_attention.cases_to_compile()
+
+
+def _check_capability(kernel: str, device: Device, is_enough: bool, needed: str) -> None:
+    if not is_enough:
+        capability = ".".join(map(str, device.capability))
+        sys.exit(f"compile_kernels: {kernel} needs compute capability {needed}; {device.name} has {capability}")
 
 
 KERNELS: dict[str, Callable[[Device], Iterator[Case]]] = {
@@ -58,7 +69,8 @@ KERNELS: dict[str, Callable[[Device], Iterator[Case]]] = {
     "sample": lambda _: map(Case._make, bench_sample.cases_to_compile()),
     "commit": lambda _: map(Case._make, bench_commit.cases_to_compile()),
     "layer": lambda _: map(Case._make, bench_layer.cases_to_compile()),
-    "skinny_gemm": lambda device: map(Case._make, _skinny_gemm_cases(device)),
+    "block_attention": lambda device: map(Case._make, _copying_cases(device)),
+    "skinny_gemm": lambda device: map(Case._make, _hopper_cases(device)),
 }
 
 

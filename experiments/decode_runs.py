@@ -39,7 +39,7 @@ def draw_engine(target: KimiConfig, drafter: DFlashConfig, mesh: Mesh, max_lengt
     drafter_arrays = draw_arrays(drafter_shapes(drafter, drafter_parameters, mesh), drafter_parameters, seed + 1)
     return Engine(
         kimi.Kimi(target, arrays, drafter.target_layer_ids, mesh, True),
-        dflash.DFlash(drafter, drafter_arrays, mesh),
+        dflash.DFlash(drafter, drafter_arrays, mesh, has_kernels=True),
         mesh=mesh,
         max_length=max_length,
     )

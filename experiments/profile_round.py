@@ -85,7 +85,7 @@ def models_of(target: KimiConfig, drafter: DFlashConfig) -> decode.Models:
     drafter_arrays = initialize(dflash.parameters(drafter), jax.random.key(1), jnp.bfloat16)
     dflash.pack_projections(drafter_arrays, drafter, mesh)
     model = kimi.Kimi(target, arrays, drafter.target_layer_ids, mesh, has_kernels=True)
-    return decode.Models(model, dflash.DFlash(drafter, drafter_arrays))
+    return decode.Models(model, dflash.DFlash(drafter, drafter_arrays, has_kernels=True))
 
 
 def start(models: decode.Models, plan: decode.Plan, context: int, capacity: int) -> tuple[decode.State, SamplingArrays]:

@@ -189,7 +189,7 @@ class Tables(NamedTuple):
 def abstract_models(share: Share, mesh: Mesh, tables: Tables) -> Models:
     """Both models over shapes."""
     whole = replicated(mesh)
-    drafter = jax.eval_shape(lambda arrays: RankDrafter(share.drafter, arrays, mesh), tables.drafter)
+    drafter = jax.eval_shape(lambda arrays: RankDrafter(share.drafter, arrays, mesh, has_kernels=True), tables.drafter)
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), drafter)
     return Models(RankTarget(share, tables.target, mesh), placed)
 
@@ -198,7 +198,7 @@ def drawn_models(share: Share, mesh: Mesh, tables: Tables, seed: int) -> Models:
     """Both models over arrays drawn on the device."""
     arrays = draw_arrays(tables.target, share.target_parameters, seed)
     drafter_arrays = draw_arrays(tables.drafter, share.drafter_parameters, seed + 1)
-    return Models(RankTarget(share, arrays, mesh), RankDrafter(share.drafter, drafter_arrays, mesh))
+    return Models(RankTarget(share, arrays, mesh), RankDrafter(share.drafter, drafter_arrays, mesh, has_kernels=True))
 
 
 def engine_of(models: Models, routing: Sequence[Any], mesh: Mesh, max_length: int) -> Engine:

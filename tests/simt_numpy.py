@@ -220,3 +220,24 @@ class NumpyThreads:
     def barrier(self) -> None:
         assert self._active.all(), "some threads of the block are missing"
         self._time += 1
+
+
+def memory_of(array: Any) -> Memory:
+    """Two bfloat16 a word, as the kernels see them."""
+    array = np.ascontiguousarray(array).reshape(-1)
+    return Memory(array.view(UINT) if array.dtype == jnp.bfloat16 else array.copy())
+
+
+def launch(
+    block: Callable, num_threads: int, grid: Sequence[int], arrays: Sequence, outs: Sequence
+) -> list[np.ndarray]:
+    """Outs, given by shape and type, of a kernel whose block is ``block(threads, *numbers, *arrays, *outs)``."""
+    inputs = [memory_of(array) for array in arrays]
+    results = []
+    for shape, kind in outs:
+        size = int(np.prod(shape))
+        results.append(shared(size // 2, UINT) if kind == jnp.bfloat16 else shared(size, kind))
+    for numbers in np.ndindex(*grid):
+        threads = NumpyThreads(num_threads)
+        block(threads, *(threads.value(np.int32, number) for number in numbers), *inputs, *results)
+    return [memory.array.view(kind).reshape(shape) for memory, (shape, kind) in zip(results, outs, strict=True)]

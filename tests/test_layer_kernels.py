@@ -2,14 +2,14 @@
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from simt_numpy import Memory, NumpyThreads, shared
+from simt_numpy import launch, shared
 
 from ddtree_jax import layers
 from ddtree_jax.config import RopeConfig
@@ -19,27 +19,6 @@ from ddtree_jax.pallas.latent_rows import Parts, make_rows
 from ddtree_jax.pallas.simt import UINT
 
 EPS = 1e-5
-
-
-def memory_of(array: Any) -> Memory:
-    """Two bfloat16 a word, as the kernels see them."""
-    array = np.ascontiguousarray(array).reshape(-1)
-    return Memory(array.view(UINT) if array.dtype == jnp.bfloat16 else array.copy())
-
-
-def launch(
-    block: Callable, num_threads: int, grid: Sequence[int], arrays: Sequence, outs: Sequence
-) -> list[np.ndarray]:
-    """Outs, given by shape and type, of a kernel whose block is ``block(threads, *numbers, *arrays, *outs)``."""
-    inputs = [memory_of(array) for array in arrays]
-    results = []
-    for shape, kind in outs:
-        size = int(np.prod(shape))
-        results.append(shared(size // 2, UINT) if kind == jnp.bfloat16 else shared(size, kind))
-    for numbers in np.ndindex(*grid):
-        threads = NumpyThreads(num_threads)
-        block(threads, *(threads.value(np.int32, number) for number in numbers), *inputs, *results)
-    return [memory.array.view(kind).reshape(shape) for memory, (shape, kind) in zip(results, outs, strict=True)]
 
 
 def run_add_norm(x: np.ndarray, y: np.ndarray, gain: np.ndarray, parts: int, max_threads: int) -> list[np.ndarray]:

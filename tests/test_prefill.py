@@ -11,6 +11,7 @@ from small_pairs import make_pair
 from ddtree_jax import DecodeConfig, Engine, SamplingParams, dflash
 from ddtree_jax.config import DFlashConfig, RopeConfig
 from ddtree_jax.layers import Turns
+from ddtree_jax.pallas import block_attention
 from ddtree_jax.sharding import initialize
 
 pytest_plugins = ["engines"]
@@ -88,7 +89,9 @@ def test_what_a_drafter_layer_sees(sliding, sliding_causal):
     length, first, num_slots = 7, 2, 11
     layer = drafter_layer(sliding, sliding_causal)
     positions_BT = length + jnp.arange(NUM_ROWS)[None]
-    context_BTS, block_BTt = layer._visible(positions_BT, jnp.array([length]), jnp.array([first]), num_slots)
+    context_BTS, block_BTt = block_attention.visible(
+        positions_BT, jnp.array([length]), jnp.array([first]), num_slots, **layer.sight
+    )
     for row in range(NUM_ROWS):
         position = length + row
         for slot in range(first, first + num_slots):
@@ -111,10 +114,10 @@ def test_a_drafter_layer_reads_a_window_of_many_slots(sliding, monkeypatch):
     turns = Turns.of(positions_BT, layer.config.rope, layer.config.head_dim, 1.0)
 
     def attend() -> np.ndarray:
-        return np.asarray(layer.attend(x_BTD, positions_BT, turns, length_B, tuple(map(jnp.asarray, cache))))
+        return np.asarray(layer.attend(x_BTD, turns, length_B, tuple(map(jnp.asarray, cache))))
 
     with monkeypatch.context() as patch:
-        patch.setattr(dflash, "_LEAST_WINDOWS", num_slots)
+        patch.setattr(block_attention, "_LEAST_WINDOWS", num_slots)
         expected = attend()
     if sliding:
         for part, (sequence, length) in itertools.product(cache, enumerate(lengths)):

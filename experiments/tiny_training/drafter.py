@@ -22,6 +22,8 @@ from jaxtyping import Array, BFloat16, Float, Int32, UInt16
 from ddtree_jax import dflash, sharding
 from ddtree_jax.config import DFlashConfig
 from ddtree_jax.layers import Turns
+from ddtree_jax.pallas.add_norm import rms_norm
+from ddtree_jax.pallas.block_attention import turn_halves, visible
 from experiments.tiny_training.model import Arrays
 from experiments.tiny_training.optimizer import Clock, apply_updates, learning_rate, make_optimizer
 from experiments.tiny_training.samples import Samples
@@ -59,12 +61,17 @@ class AnchoredBlock(dflash.Block):
     Blocks are rows of a batch of B * n; the context stays [B, S, J, R] and is not repeated for each anchor.
     """
 
-    def attend(self, x_BTD: Array, positions_BT: Array, turns: Turns, length_B: Array, cache: dflash.KeyValue) -> Array:
+    def attend(self, x_BTD: Array, turns: Turns, length_B: Array, cache: dflash.KeyValue) -> Array:
         config = self.config
-        q_BTJQR, key_BtJR, value_BtJR = self.query_key_value(x_BTD, turns)
+        q_BTJQR, key_BtJR, value_BtJR = self.multiply("qkv", x_BTD)
+        key_BtJR = self.finish_key(key_BtJR, turns)
+        q_BTJQR = rms_norm(q_BTJQR, self.q_norm_R[...], config.rms_norm_eps)
+        q_BTJQR = turn_halves(q_BTJQR, *(turn_BTr[:, :, None, None] for turn_BTr in turns))
         key_bSJR, value_bSJR = cache
         num_sequences, num_slots = key_bSJR.shape[:2]
-        context_BTS, block_BTt = self._visible(positions_BT, length_B, jnp.zeros_like(length_B), num_slots)
+        positions_BT = length_B[:, None] + jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
+        first_B = jnp.zeros_like(length_B)
+        context_BTS, block_BTt = visible(positions_BT, length_B, first_B, num_slots, **self.sight)
 
         def by_anchor(x: Array) -> Array:
             return x.reshape(num_sequences, -1, *x.shape[1:])
