@@ -15,11 +15,12 @@ from ddtree_jax.config import KimiConfig
 from ddtree_jax.layers import Layer, Turns, everywhere, gain
 from ddtree_jax.pallas.latent_rows import LatentRows, latent_rows
 from ddtree_jax.pallas.tree_mla import ROW_MULTIPLE, SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
+from ddtree_jax.pallas.tree_mla_split import Query
 from ddtree_jax.projections import Product, Projection, named
 from ddtree_jax.sharding import RULES, ArrayInfo
 
 # Kernels take seconds to lower; these are lowered once for all layers.
-_tree_mla = jax.jit(tree_mla, static_argnames=("num_latent", "scale"))
+_tree_mla = jax.jit(tree_mla, static_argnames=("scale",))
 _latent_rows = jax.jit(latent_rows, static_argnames=("eps", "multiple", "has_kernels"))
 
 
@@ -66,8 +67,8 @@ class Attention(Layer):
         made = self._make_rows(*self.multiply("qkv_a", x_BTD), turns)
         q_BTHP, q_BTHR = self.multiply("q_b", made.query_BTA)
         (q_BTHC,) = self.multiply("key_up", q_BTHP)
-        query_BTHW = jnp.concatenate([q_BTHC, turns.turn_pairs(q_BTHR)], axis=-1)
-        attended_BTHC = self._attend(query_BTHW, cache_BSW, made.rows_BTW, length_B, visible_BTt, made.tile_BtW)
+        query = Query(q_BTHC, q_BTHR, *turns)
+        attended_BTHC = self._attend(query, cache_BSW, made.rows_BTW, length_B, visible_BTt, made.tile_BtW)
         (value_BTHU,) = self.multiply("value_up", attended_BTHC)
         (y_BTD,) = self.multiply("o", value_BTHU)
         return y_BTD, made.rows_BTW
@@ -79,29 +80,28 @@ class Attention(Layer):
         )
         return everywhere(make, self.mesh)(query_BTA, latent_BTW, self.q_norm_A[...], self.kv_norm_C[...], *turns)
 
-    def _attend(self, *arrays: Array) -> Float[Array, "B T H C"]:
-        config = self.config
-        attend = functools.partial(
-            _tree_mla if self.has_kernels else tree_mla_reference,
-            num_latent=config.kv_lora_rank,
-            scale=config.softmax_scale,
-        )
-        return _with_own_heads(attend, self.mesh)(*arrays)
+    def _attend(self, query: Query, *arrays: Array) -> Float[Array, "B T H C"]:
+        attend = _tree_mla if self.has_kernels else tree_mla_reference
+        attend = functools.partial(attend, scale=self.config.softmax_scale)
+        return _with_own_heads(attend, self.mesh)(query, *arrays)
 
 
 def _with_own_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
-    """``attend`` on every shard's own heads; cache, rows, lengths and masks are whole everywhere."""
+    """``attend`` on every shard's own heads; all else is whole everywhere."""
     if mesh is None:
         return attend
     heads, whole = PartitionSpec(None, None, RULES["heads"]), PartitionSpec()
-    return jax.shard_map(attend, mesh=mesh, in_specs=(heads, *(whole,) * 5), out_specs=heads, check_vma=False)
+    in_specs = Query(heads, heads, whole, whole), *(whole,) * 5
+    return jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
 
 
 def check_attention(config: KimiConfig, mesh: Mesh) -> None:
     """Raises NotImplementedError, which names the value, if the kernel does not take a shard's heads in bfloat16."""
-    H, C = config.num_attention_heads, config.kv_lora_rank
-    W = C + config.qk_rope_head_dim
-    attend = _with_own_heads(functools.partial(tree_mla_gpu, num_latent=C, scale=config.softmax_scale), mesh)
-    shapes = (1, 1, H, W), (1, SLOT_MULTIPLE, W), (1, 1, W), (1,), (1, 1, 1), (1, ROW_MULTIPLE, W)
-    dtypes = (*(jnp.bfloat16,) * 3, jnp.int32, bool, jnp.bfloat16)
-    jax.eval_shape(attend, *map(jax.ShapeDtypeStruct, shapes, dtypes))
+    H, C, R = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    W = C + R
+    attend = _with_own_heads(functools.partial(tree_mla_gpu, scale=config.softmax_scale), mesh)
+    shapes = (1, 1, H, C), (1, 1, H, R), *((1, 1, R // 2),) * 2
+    query = Query(*map(jax.ShapeDtypeStruct, shapes, (jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32)))
+    shapes = (1, SLOT_MULTIPLE, W), (1, 1, W), (1,), (1, 1, 1), (1, ROW_MULTIPLE, W)
+    dtypes = (jnp.bfloat16, jnp.bfloat16, jnp.int32, bool, jnp.bfloat16)
+    jax.eval_shape(attend, query, *map(jax.ShapeDtypeStruct, shapes, dtypes))

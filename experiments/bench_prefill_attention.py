@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.pallas.tree_mla_hopper import tree_mla_hopper
+from ddtree_jax.pallas.tree_mla_split import Query
 from experiments.check_tree_mla import LATENT, WIDTH
 from experiments.kernel_times import kernel_seconds
 
@@ -33,9 +34,11 @@ def attend_latent(
     query_BTHO: Any, cache_BSW: Any, rows_BTW: Any, length_B: Any, key_HPC: Any, value_HCU: Any
 ) -> jax.Array:
     query_BTHP, query_BTHR = jnp.split(query_BTHO, [HEAD], axis=-1)
-    query_BTHW = jnp.concatenate([jnp.einsum("BTHP,HPC->BTHC", query_BTHP, key_HPC), query_BTHR], axis=-1)
+    # Turned by nothing, as cuDNN's queries are turned before.
+    turn = (of_pair((1, CHUNK, ROTARY // 2), jnp.float32) for of_pair in (jnp.ones, jnp.zeros))
+    query = Query(jnp.einsum("BTHP,HPC->BTHC", query_BTHP, key_HPC), query_BTHR, *turn)
     visible_BTt = jnp.tril(jnp.ones((1, CHUNK, CHUNK), bool))
-    out_BTHC = tree_mla_hopper(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt, num_latent=LATENT, scale=SCALE)
+    out_BTHC = tree_mla_hopper(query, cache_BSW, rows_BTW, length_B, visible_BTt, scale=SCALE)
     return jnp.einsum("BTHC,HCU->BTHU", out_BTHC, value_HCU)
 
 

@@ -17,13 +17,16 @@ import numpy as np
 
 from ddtree_jax.pallas.tree_mla_hopper import tree_mla_hopper
 from ddtree_jax.pallas.tree_mla_portable import tree_mla_portable
+from ddtree_jax.pallas.tree_mla_split import Query
 
 LATENT, WIDTH, SCALE = 512, 576, 0.1352
+ROTARY = WIDTH - LATENT
 LIMIT = 5e-3
 """Of the relative norm error of a sequence."""
 FORMS = {"hopper": tree_mla_hopper, "portable": tree_mla_portable}
 _REPEATS = 20
 _PORTABLE_CALLS = 12
+_FEW_SLOTS, _MORE_SLOTS = 512, 65536  # Where a cache that is filled up with slots has to give the same.
 _GAINS = (0.1, 1.0, 3.0)  # Of the queries: from nearly equal weights to a few that take all.
 
 
@@ -77,28 +80,40 @@ def _draw_trees(rng: np.random.Generator, shape: Shape) -> tuple[np.ndarray, np.
     return visible_BTt, np.arange(shape.nodes) < num_nodes_B[:, None]
 
 
+def draw_query(key: Any, batch: int, nodes: int, heads: int, gain: Any = 1) -> Query:
+    """Normal numbers of bfloat16, and an angle for each pair of each node."""
+    keys, gain = jax.random.split(key, 3), jnp.asarray(gain, jnp.bfloat16)
+    latent_BTHC, rotary_BTHR = (
+        jax.random.normal(key, (batch, nodes, heads, width), jnp.bfloat16) * gain
+        for key, width in zip(keys[:2], (LATENT, ROTARY), strict=True)
+    )
+    angle_BTr = jax.random.uniform(keys[2], (batch, nodes, ROTARY // 2), maxval=2 * math.pi)
+    return Query(latent_BTHC, rotary_BTHR, jnp.cos(angle_BTr), jnp.sin(angle_BTr))
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _draw(shape: Shape, seed: Any, gain: Any, length_B: Any, is_node_BT: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _draw(shape: Shape, seed: Any, gain: Any, length_B: Any, is_node_BT: Any) -> tuple[Query, jax.Array, jax.Array]:
     """Queries, cache and rows: NaN behind the lengths, in nodes that are none, and in sequences without a node."""
-    sizes = ((shape.nodes, shape.heads, WIDTH), (shape.slots, WIDTH), (shape.nodes, WIDTH))
-    query_BTHW, cache_BSW, rows_BTW = (
-        jax.random.normal(key, (shape.batch, *size), jnp.bfloat16)
-        for key, size in zip(jax.random.split(jax.random.key(seed), 3), sizes, strict=True)
+    query_key, *keys = jax.random.split(jax.random.key(seed), 3)
+    query = draw_query(query_key, shape.batch, shape.nodes, shape.heads, gain)
+    cache_BSW, rows_BTW = (
+        jax.random.normal(key, (shape.batch, size, WIDTH), jnp.bfloat16)
+        for key, size in zip(keys, (shape.slots, shape.nodes), strict=True)
     )
     is_read_BS = (jnp.arange(shape.slots)[None] < length_B[:, None]) & jnp.any(is_node_BT, axis=1)[:, None]
     cache_BSW = jnp.where(is_read_BS[..., None], cache_BSW, jnp.nan)
-    return query_BTHW * gain, cache_BSW, jnp.where(is_node_BT[..., None], rows_BTW, jnp.nan)
+    return query, cache_BSW, jnp.where(is_node_BT[..., None], rows_BTW, jnp.nan)
 
 
 @jax.jit
-def _compare(out_BTHC: Any, query_BTHW: Any, cache_BSW: Any, rows_BTW: Any, length_B: Any, visible_BTt: Any) -> Any:
+def _compare(out_BTHC: Any, query: Query, cache_BSW: Any, rows_BTW: Any, length_B: Any, visible_BTt: Any) -> Any:
     """Each sequence's relative norm error against float64 over its nodes, and whether all others are NaN, and only they.
 
-    To be traced with 64 bits.
+    The query is rounded once it is turned, as it is defined to be. To be traced with 64 bits.
     """
     is_node_BT = jnp.all(jnp.isfinite(rows_BTW), axis=-1)
     is_read_BS = jnp.arange(cache_BSW.shape[1])[None] < length_B[:, None]
-    query_BTHW, cache_BSW, rows_BTW = (x.astype(jnp.float64) for x in (query_BTHW, cache_BSW, rows_BTW))
+    query_BTHW, cache_BSW, rows_BTW = (x.astype(jnp.float64) for x in (query.join(), cache_BSW, rows_BTW))
     cache_BSW = jnp.where(is_read_BS[..., None], cache_BSW, 0)
     key_BkW = jnp.concatenate([cache_BSW, jnp.where(is_node_BT[..., None], rows_BTW, 0)], axis=1)
     is_read_BTS = jnp.broadcast_to(is_read_BS[:, None], (*is_node_BT.shape, cache_BSW.shape[1]))
@@ -141,7 +156,7 @@ def _show(errors: dict[str, float]) -> str:
 def _check_shape(shape: Shape, calls: int) -> dict[str, float]:
     rng = np.random.default_rng((shape.batch, shape.nodes, shape.heads, shape.slots))
     forms = ["hopper", "portable"] if shape.portable else ["hopper"]
-    kernels = {form: jax.jit(functools.partial(FORMS[form], num_latent=LATENT, scale=SCALE)) for form in forms}
+    kernels = {form: jax.jit(functools.partial(FORMS[form], scale=SCALE)) for form in forms}
     worst = dict.fromkeys(forms, 0.0)
     for i in range(calls):
         inputs, is_node_BT = _draw_inputs(rng, shape, i)
@@ -154,6 +169,8 @@ def _check_shape(shape: Shape, calls: int) -> dict[str, float]:
             assert is_clean, f"{form}, {shape}, call {i}, lengths {inputs[3]}: NaN where it should not be, or none"
             worst[form] = max(worst[form], float(error))
     _check_repeats(kernels["hopper"], inputs)
+    if shape.slots <= _FEW_SLOTS:
+        _check_longer_cache(kernels["hopper"], inputs)
     if shape.nodes > 1:
         for form in forms:
             _check_hiding(kernels[form], rng, shape)
@@ -174,6 +191,14 @@ def _draw_inputs(rng: np.random.Generator, shape: Shape, i: int) -> tuple[tuple,
 def _check_repeats(kernel: Any, inputs: tuple) -> None:
     bits = [jax.lax.bitcast_convert_type(kernel(*inputs), jnp.uint16) for _ in range(_REPEATS)]
     assert all(bool(jnp.array_equal(bits[0], other)) for other in bits), "the same input gave other bits"
+
+
+def _check_longer_cache(kernel: Any, inputs: tuple) -> None:
+    """Slots behind the lengths do not change a bit."""
+    query, cache_BSW, *rest = inputs
+    longer_BSW = jnp.pad(cache_BSW, ((0, 0), (0, _MORE_SLOTS), (0, 0)), constant_values=jnp.nan)
+    bits = [jax.lax.bitcast_convert_type(kernel(query, cache, *rest), jnp.uint16) for cache in (cache_BSW, longer_BSW)]
+    assert bool(jnp.array_equal(*bits)), "a longer cache gave other bits"
 
 
 def _check_hiding(kernel: Any, rng: np.random.Generator, shape: Shape) -> None:

@@ -8,21 +8,25 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, PartitionSpec
+from simt_numpy import Memory, NumpyThreads, shared
 
 from ddtree_jax.pallas import latent_rows
 from ddtree_jax.pallas import tree_mla as mla
 from ddtree_jax.pallas import tree_mla_hopper as hopper
 from ddtree_jax.pallas import tree_mla_portable as portable
 from ddtree_jax.pallas import tree_mla_split as split
+from ddtree_jax.pallas.simt import FLOAT, UINT
+from ddtree_jax.pallas.tree_mla_split import Query
+from ddtree_jax.pallas.tree_mla_turn import load_turn, turn_rows
 from experiments.check_tree_mla import random_tree
 
-LATENT, WIDTH, SCALE = 512, 576, 0.05
+LATENT, ROTARY, WIDTH, SCALE = 512, 64, 576, 0.05
 NAN = jnp.bfloat16(np.nan)
 
 
 @functools.cache
 def interpreted(kernel, config):
-    options = {"num_latent": LATENT, "scale": SCALE, "config": config, "interpret": plgpu.InterpretGPUParams()}
+    options = {"scale": SCALE, "config": config, "interpret": plgpu.InterpretGPUParams()}
     return jax.jit(functools.partial(kernel, **options))
 
 
@@ -35,28 +39,45 @@ def run_portable(*arrays, num_sms=6):
 
 
 def run_reference(*arrays):
-    return np.asarray(mla.tree_mla_reference(*map(jnp.asarray, arrays), num_latent=LATENT, scale=SCALE), np.float32)
+    return np.asarray(mla.tree_mla_reference(*jax.tree.map(jnp.asarray, arrays), scale=SCALE), np.float32)
 
 
 FORMS = pytest.mark.parametrize("run", [run_hopper, run_portable], ids=["hopper", "portable"])
+
+
+def random_query(rng, batch, num_nodes, heads, latent=LATENT, rotary=ROTARY):
+    """In numpy, each pair of a node turned by an angle of its own."""
+    parts = (draw(rng, batch, num_nodes, heads, width) for width in (latent, rotary))
+    angle = rng.uniform(0, 2 * np.pi, (batch, num_nodes, rotary // 2)).astype(np.float32)
+    return Query(*parts, np.cos(angle), np.sin(angle))
+
+
+def draw(rng, *shape):
+    return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
 
 
 def random_case(seed, num_nodes, heads, num_slots, lengths):
     """Query, cache (NaN behind the lengths), rows, lengths and masks, in numpy."""
     rng = np.random.default_rng(seed)
     batch = len(lengths)
-    query, cache, rows = (
-        rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
-        for shape in ((batch, num_nodes, heads, WIDTH), (batch, num_slots, WIDTH), (batch, num_nodes, WIDTH))
-    )
+    query = random_query(rng, batch, num_nodes, heads)
+    cache, rows = draw(rng, batch, num_slots, WIDTH), draw(rng, batch, num_nodes, WIDTH)
     length = np.asarray(lengths, np.int32)
     cache[np.arange(num_slots)[None] >= length[:, None]] = NAN
     visible = np.stack([random_tree(rng, num_nodes) for _ in lengths])
     return query, cache, rows, length, visible
 
 
+def in_one(query):
+    """Turned in complex numbers, then rounded as the model does."""
+    pairs = np.asarray(query.rotary_BTHR, np.float32).reshape(*query.rotary_BTHR.shape[:3], -1, 2)
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * (query.cos_BTr + 1j * query.sin_BTr)[:, :, None]
+    turned = np.stack([turned.real, turned.imag], axis=-1).reshape(query.rotary_BTHR.shape)
+    return np.concatenate([query.latent_BTHC, turned.astype(jnp.bfloat16)], axis=-1)
+
+
 def in_float64(query, cache, rows, length, visible):
-    query, cache, rows = (np.asarray(x, np.float64) for x in (query, cache, rows))
+    query, cache, rows = (np.asarray(x, np.float64) for x in (in_one(query), cache, rows))
     out = np.empty((*query.shape[:3], LATENT))
     for b, count in enumerate(np.asarray(length)):
         keys = np.concatenate([cache[b, :count], rows[b]])
@@ -112,7 +133,10 @@ def test_maxima_may_grow_by_many_orders_of_magnitude(run):
     query, cache, rows, length, visible = random_case(11, num_nodes=4, heads=8, num_slots=320, lengths=[320, 320])
     gain_S = np.repeat(np.arange(1, 6, dtype=cache.dtype), 64)
     gain_BS = np.stack([gain_S, gain_S[::-1]])
-    case = query * query.dtype.type(8), cache * gain_BS[..., None], rows, length, visible
+    query = query._replace(
+        latent_BTHC=query.latent_BTHC * jnp.bfloat16(8), rotary_BTHR=query.rotary_BTHR * jnp.bfloat16(8)
+    )
+    case = query, cache * gain_BS[..., None], rows, length, visible
     assert error(run(*case, num_sms=1), in_float64(*case)) < 5e-3
 
 
@@ -153,30 +177,26 @@ def test_a_row_that_sees_nothing_is_zero(run):
 
 def test_narrow_models_are_filled_up(monkeypatch):
     rng = np.random.default_rng(9)
-    query, cache, rows = (
-        jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
-        for shape in ((1, 3, 5, 80), (1, 32, 80), (1, 3, 80))
-    )
-    arrays = (query, cache, rows, jnp.asarray([17], jnp.int32), jnp.asarray(random_tree(rng, 3))[None])
+    query = random_query(rng, 1, 3, 5, latent=64, rotary=16)
+    arrays = (query, draw(rng, 1, 32, 80), draw(rng, 1, 3, 80), np.asarray([17], np.int32), random_tree(rng, 3)[None])
+    arrays = jax.tree.map(jnp.asarray, arrays)
     interpreted = functools.partial(hopper.tree_mla_hopper, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr(mla, "_kernel", lambda _: interpreted)
-    options = {"num_latent": 64, "scale": SCALE}
-    out, expected = mla.tree_mla_gpu(*arrays, **options), mla.tree_mla_reference(*arrays, **options)
+    out, expected = mla.tree_mla_gpu(*arrays, scale=SCALE), mla.tree_mla_reference(*arrays, scale=SCALE)
     assert error(np.asarray(out, np.float32), np.asarray(expected, np.float32)) < 5e-3
 
 
 def test_rows_that_are_filled_up_are_taken_as_they_are(monkeypatch):
-    arrays = tuple(map(jnp.asarray, random_case(3, num_nodes=9, heads=8, num_slots=64, lengths=[20, 30])))
+    arrays = jax.tree.map(jnp.asarray, random_case(3, num_nodes=9, heads=8, num_slots=64, lengths=[20, 30]))
     tile = latent_rows.fill_tiles(arrays[2], LATENT, mla.ROW_MULTIPLE)
-    options = {"num_latent": LATENT, "scale": SCALE}
     np.testing.assert_array_equal(
-        np.asarray(mla.tree_mla(*arrays, tile, **options), np.float32), run_reference(*arrays)
+        np.asarray(mla.tree_mla(*arrays, tile, scale=SCALE), np.float32), run_reference(*arrays)
     )
     filled = []
     monkeypatch.setattr(hopper, "fill_tiles", lambda *args: filled.append(args) or latent_rows.fill_tiles(*args))
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     for rest, times in (((tile,), 0), ((), 1)):
-        jax.jit(functools.partial(mla.tree_mla_gpu, **options)).trace(*arrays, *rest)
+        jax.jit(functools.partial(mla.tree_mla_gpu, scale=SCALE)).trace(*arrays, *rest)
         assert len(filled) == times
 
 
@@ -190,36 +210,90 @@ def test_mask_words_hold_the_visible_bits():
     assert not bits[:, :, 111:].any()
 
 
-@pytest.mark.parametrize("barriers", [True, False])
-@pytest.mark.parametrize(("splits", "length"), [(2, 0), (9, 500), (45, 700), (45, 130), (170, 2700), (170, 2703)])
-def test_splits_add_up(splits, length, barriers):
-    """Splits that had no tiles hold NaN, which must not be read."""
+def run_add_splits(part, lse, length, num_threads, tree_tiles=2, tile=16):
+    """The combining kernel's code on numpy, a block a row."""
+    rows, splits, width = part.shape
+    shape = split.Parts(splits=splits, width=width, copies=8, num_threads=num_threads)
+    _, total, each = (int(x) for x in split.tile_counts(jnp.int32(length), tree_tiles, splits, tile))
+    lse = Memory(np.repeat(lse.reshape(-1), shape.copies))
+    part, out = (
+        Memory(part.view(UINT if part.dtype == jnp.bfloat16 else FLOAT).reshape(-1)),
+        shared(rows * width // 2, UINT),
+    )
+    for row in range(rows):
+        t = NumpyThreads(shape.num_threads)
+        scratch = (shared(size, FLOAT) for size in shape.scratch)
+        split.add_splits(t, *(t.value(np.int32, x) for x in (row, total, each)), part, lse, out, *scratch, shape=shape)
+    return out.array.view(jnp.bfloat16).reshape(rows, width)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+@pytest.mark.parametrize(("splits", "length"), [(2, 0), (9, 500), (66, 250), (66, 9000), (170, 2700), (170, 2703)])
+def test_splits_add_up(splits, length, dtype):
+    """Splits that had no tiles hold NaN, which must not be read, and their number does not matter."""
     rng = np.random.default_rng(splits)
     prefix, total, each = (int(x) for x in split.tile_counts(jnp.int32(length), 2, splits, 16))
     used = -(-total // each)
     assert prefix == -(-length // 16)
-    part = rng.standard_normal((1, 3, splits, 256), np.float32)
-    lse = rng.standard_normal((1, 3, splits), np.float32) * 5
-    part[:, :, used:], lse[:, :, used:] = np.nan, np.nan
-    out = split.combine(
-        jnp.asarray(part),
-        jnp.broadcast_to(jnp.asarray(lse)[..., None], (*lse.shape, 8)),
+    part = rng.standard_normal((2, splits, 256), np.float32).astype(dtype)
+    lse = rng.standard_normal((2, splits), np.float32) * 5
+    part[:, used:], lse[:, used:] = np.nan, np.nan
+    lse[1, used // 2] = split.LOWEST
+    num_threads = 128 if splits < 10 else 256
+    out = run_add_splits(part, lse, length, num_threads)
+    weight = np.exp2(lse[:, :used].astype(np.float64))
+    weight /= weight.sum(-1, keepdims=True)
+    expected = np.einsum("bs,bsc->bc", weight, part[:, :used].astype(np.float64))
+    assert error(out.astype(np.float64), expected) < 4e-3
+    if each == 1:
+        fewer = part[:, :used].copy(), lse[:, :used].copy()
+        np.testing.assert_array_equal(run_add_splits(*fewer, length, num_threads), out)
+    plain = split.combine_reference(
+        jnp.asarray(part)[None],
+        jnp.broadcast_to(jnp.asarray(lse)[None, ..., None], (1, *lse.shape, 8)),
         jnp.asarray([length], jnp.int32),
         tree_tiles=2,
         tile=16,
-        barriers=barriers,
-        interpret=plgpu.InterpretGPUParams(),
     )
-    weight = np.exp2(lse[:, :, :used].astype(np.float64))
-    weight /= weight.sum(-1, keepdims=True)
-    expected = np.einsum("bns,bnsc->bnc", weight, part[:, :, :used])
-    assert error(np.asarray(out, np.float32), expected) < 4e-3
+    assert error(np.asarray(plain[0], np.float64), expected) < 4e-3
 
 
-def abstract(num_nodes, heads, num_slots, dtype=jnp.bfloat16, latent=LATENT, rotary=64):
-    shapes = ((1, num_nodes, heads, latent + rotary), (1, num_slots, latent + rotary), (1, num_nodes, latent + rotary))
-    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    return *arrays, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, num_nodes, num_nodes), bool)
+@pytest.mark.parametrize("num_slots", [64, 1024, 139264])
+@pytest.mark.parametrize("tree_tiles", [1, 2, 4])
+def test_a_cache_may_be_longer(num_slots, tree_tiles):
+    """How the tiles are split depends on what is committed and on the GPU, not on slots that are unused."""
+    lengths = jnp.arange(min(num_slots, 1 << 13) + 1, dtype=jnp.int32)
+    splits, most = (split.num_splits(66, slots, tree_tiles, 64) for slots in (num_slots, 1 << 20))
+    *_, each = split.tile_counts(lengths, tree_tiles, splits, 64)
+    *_, expected = split.tile_counts(lengths, tree_tiles, most, 64)
+    np.testing.assert_array_equal(each, expected)
+
+
+@pytest.mark.parametrize(("num_nodes", "heads", "row_tile"), [(16, 8, 1), (5, 3, 0), (67, 2, 2)])
+def test_queries_are_turned(num_nodes, heads, row_tile):
+    """Where the copy engine puts them: of row r unit u stands in the place of u ^ (r % 8)."""
+    query = random_query(np.random.default_rng(num_nodes), 2, num_nodes, heads)
+    expected = in_one(query)[1, :, :, LATENT:].reshape(-1, ROTARY)[row_tile * 64 :][:64]
+    rows = np.full((64, ROTARY), NAN)
+    rows[: len(expected)] = query.rotary_BTHR[1].reshape(-1, ROTARY)[row_tile * 64 :][:64]
+    units = np.arange(64)[:, None], np.arange(8)[None] ^ (np.arange(64)[:, None] % 8)
+    memory = Memory(np.ascontiguousarray(rows.reshape(64, 8, 8)[units]).view(UINT).reshape(-1))
+    t = NumpyThreads(128)
+    numbers = t.value(np.int32, 1), t.value(np.int32, row_tile)
+    pairs = (Memory(x.reshape(-1)) for x in (query.cos_BTr, query.sin_BTr))
+    turn_rows(t, memory, load_turn(t, query.cos_BTr.shape, heads, *numbers, *pairs))
+    turned = memory.array.view(jnp.bfloat16).reshape(64, 8, 8)[units].reshape(64, ROTARY)
+    np.testing.assert_allclose(
+        turned[: len(expected)].astype(np.float32), expected.astype(np.float32), rtol=2**-7, atol=1e-6
+    )
+    assert np.mean(turned[: len(expected)] == expected) > 0.99
+
+
+def abstract(num_nodes, heads, num_slots, dtype=jnp.bfloat16, latent=LATENT, rotary=ROTARY):
+    parts = [jax.ShapeDtypeStruct((1, num_nodes, heads, width), dtype) for width in (latent, rotary)]
+    query = Query(*parts, *(jax.ShapeDtypeStruct((1, num_nodes, rotary // 2), jnp.float32),) * 2)
+    arrays = [jax.ShapeDtypeStruct((1, size, latent + rotary), dtype) for size in (num_slots, num_nodes)]
+    return query, *arrays, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, num_nodes, num_nodes), bool)
 
 
 @pytest.mark.parametrize("kernel", [hopper.tree_mla_hopper, portable.tree_mla_portable], ids=["hopper", "portable"])
@@ -227,29 +301,29 @@ def abstract(num_nodes, heads, num_slots, dtype=jnp.bfloat16, latent=LATENT, rot
     ("num_nodes", "heads", "num_slots"), [(16, 8, 4096), (64, 64, 131072), (1, 8, 1024), (256, 8, 512)]
 )
 def test_kernels_lower_for_a_gpu(kernel, num_nodes, heads, num_slots):
-    run = functools.partial(kernel, num_latent=LATENT, scale=SCALE)
+    run = functools.partial(kernel, scale=SCALE)
     lowered = jax.jit(run).trace(*abstract(num_nodes, heads, num_slots)).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
 @pytest.mark.parametrize("kernel", [hopper.tree_mla_hopper, portable.tree_mla_portable], ids=["hopper", "portable"])
 @pytest.mark.parametrize(
-    ("arrays", "latent", "named"),
+    ("arrays", "named"),
     [
-        (abstract(4, 8, 64, dtype=jnp.float32), LATENT, "float32"),
-        (abstract(4, 8, 64, latent=384), 384, "num_latent is 384"),
-        (abstract(4, 8, 64, rotary=32), LATENT, "32 wide"),
-        (abstract(4, 8, 60), LATENT, "60 slots"),
+        (abstract(4, 8, 64, dtype=jnp.float32), "float32"),
+        (abstract(4, 8, 64, latent=384), "latent part is 384 wide"),
+        (abstract(4, 8, 64, rotary=32), "rotary part is 32 wide"),
+        (abstract(4, 8, 60), "60 slots"),
     ],
 )
-def test_unsupported_input_is_named(kernel, arrays, latent, named):
+def test_unsupported_input_is_named(kernel, arrays, named):
     with pytest.raises(NotImplementedError, match=named):
-        jax.eval_shape(functools.partial(kernel, num_latent=latent, scale=SCALE), *arrays)
+        jax.eval_shape(functools.partial(kernel, scale=SCALE), *arrays)
 
 
 def test_one_place_chooses(monkeypatch):
     """One device: the kernel when compiled for a GPU, else the reference. What no kernel takes: the reference at once."""
-    run = functools.partial(mla.tree_mla, num_latent=LATENT, scale=SCALE)
+    run = functools.partial(mla.tree_mla, scale=SCALE)
     traced = jax.jit(run).trace(*abstract(4, 8, 64))
     assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cuda",)).as_text()
     monkeypatch.setattr(jax, "device_count", lambda: 1)
@@ -264,10 +338,10 @@ def test_heads_are_divided_among_devices():
     """Inside shard_map: the reference on the CPU, equal to that of one device, and the kernel when compiled for a GPU."""
     mesh = jax.make_mesh((4, 2), ("tensor", "expert"), axis_types=(AxisType.Auto, AxisType.Auto))
     heads, all_of_it = PartitionSpec(None, None, "tensor"), PartitionSpec()
-    run = functools.partial(mla.tree_mla, num_latent=LATENT, scale=SCALE)
-    specs = (heads, all_of_it, all_of_it, all_of_it, all_of_it)
+    run = functools.partial(mla.tree_mla, scale=SCALE)
+    specs = Query(heads, heads, all_of_it, all_of_it), *(all_of_it,) * 4
     sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False))
     case = random_case(8, num_nodes=5, heads=12, num_slots=48, lengths=[0, 7, 48])
-    in_float32 = [x.astype(np.float32) for x in case[:3]] + list(case[3:])
+    in_float32 = jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == jnp.bfloat16 else x, case)
     np.testing.assert_allclose(sharded(*in_float32), jax.jit(run)(*in_float32), rtol=1e-5, atol=1e-5)
     assert "mosaic_gpu" in sharded.trace(*case).lower(lowering_platforms=("cuda",)).as_text()

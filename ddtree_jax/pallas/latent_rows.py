@@ -119,7 +119,7 @@ def make_rows(
     share = t.select(is_query, t.value(FLOAT, 1 / shape.query), 1 / shape.latent)
     scale = t.rsqrt(add_warp_sums(t, sums, first, count) * share + shape.eps)
     normed = pack(t, apply_norm(t, values, scale, gain))
-    turned = pack(t, _turn(values, turn))
+    turned = pack(t, turn_unit(values, turn))
     words = [t.select(is_key, b, a) for a, b in zip(normed, turned, strict=True)]
 
     is_token = row < shape.num_tokens
@@ -143,7 +143,8 @@ def _load_turn(t: Any, cos: Any, sin: Any, index: Any) -> list:
     return t.load_vector(cos, index, _WORDS) + t.load_vector(sin, index, _WORDS)
 
 
-def _turn(values: list, turn: list) -> list:
+def turn_unit(values: list, turn: list) -> list:
+    """Turns a unit's four pairs by their cosines, then sines."""
     pairs = zip(values[::2], values[1::2], turn[:_WORDS], turn[_WORDS:], strict=True)
     return [x for a, b, cos, sin in pairs for x in (a * cos - b * sin, b * cos + a * sin)]
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.pallas import tree_mla_hopper as hopper
 from ddtree_jax.pallas import tree_mla_portable as portable
-from ddtree_jax.pallas.tree_mla_split import LATENTS, ROTARY
+from ddtree_jax.pallas.tree_mla_split import LATENTS, ROTARY, Query
 
 ROW_MULTIPLE = hopper.ROW_MULTIPLE
 SLOT_MULTIPLE = 16
@@ -27,44 +27,41 @@ SLOT_MULTIPLE = 16
 
 
 def tree_mla(
-    query_BTHW: Float[Array, "B T H W"],
+    query: Query,
     cache_BSW: Float[Array, "B S W"],
     rows_BTW: Float[Array, "B T W"],
     length_B: Int32[Array, "B"],
     visible_BTt: Bool[Array, "B T T"],
     tile_BtW: Float[Array, "B t W"] | None = None,
     *,
-    num_latent: int,
     scale: float,
 ) -> Float[Array, "B T H C"]:
     """Latents that the heads attend to.
 
-    A row of cache and rows is the latent (``num_latent`` wide, also the value) and the rotated key. ``visible_BTt[b, i, j]``
-    says whether row i sees row j of the same call. Scores and softmax are float32. What slots from ``length_B`` on
-    hold never matters, nor does NaN in a row to those that do not see it. ``tile_BtW`` are the rows as `fill_tiles` makes
-    them with `ROW_MULTIPLE`, if they are there.
+    A row of cache and rows is the latent, also the value, and the key that is turned already; queries are turned here.
+    ``visible_BTt[b, i, j]`` says whether row i sees row j of the same call. Scores and softmax are float32. What slots from
+    ``length_B`` on hold never matters, nor does NaN in a row to those that do not see it. ``tile_BtW`` are the rows as
+    `fill_tiles` makes them with `ROW_MULTIPLE`, if they are there.
 
     This is the one place that chooses: a kernel where the program is compiled for a GPU and the kernels take the input,
     else `tree_mla_reference`.
     """
-    arrays = (query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt, tile_BtW)
-    options = {"num_latent": num_latent, "scale": scale}
-    reference = functools.partial(tree_mla_reference, **options)
+    arrays = (query, cache_BSW, rows_BTW, length_B, visible_BTt, tile_BtW)
+    kernel, reference = (functools.partial(function, scale=scale) for function in (tree_mla_gpu, tree_mla_reference))
     try:
-        return jax.lax.platform_dependent(*arrays, cuda=functools.partial(tree_mla_gpu, **options), default=reference)
+        return jax.lax.platform_dependent(*arrays, cuda=kernel, default=reference)
     except NotImplementedError:
         return reference(*arrays)
 
 
 def tree_mla_gpu(
-    query_BTHW: Float[Array, "B T H W"],
+    query: Query,
     cache_BSW: Float[Array, "B S W"],
     rows_BTW: Float[Array, "B T W"],
     length_B: Int32[Array, "B"],
     visible_BTt: Bool[Array, "B T T"],
     tile_BtW: Float[Array, "B t W"] | None = None,
     *,
-    num_latent: int,
     scale: float,
 ) -> Float[Array, "B T H C"]:
     """`tree_mla` by the kernel for the GPU at hand. Narrow models are filled up with zeros, which copies their cache.
@@ -72,24 +69,28 @@ def tree_mla_gpu(
     Raises:
       NotImplementedError: no kernel takes this input; the offending value is named.
     """
-    rotary = query_BTHW.shape[-1] - num_latent
+    num_latent, rotary = query.latent_BTHC.shape[-1], query.rotary_BTHR.shape[-1]
     wide = next((width for width in LATENTS if width >= num_latent), None)
     if wide is None or rotary > ROTARY:
         raise NotImplementedError(f"a latent of {num_latent} and {rotary}; at most {LATENTS[-1]} and {ROTARY} fit")
     if (num_latent, rotary) != (wide, ROTARY):
-        widen = functools.partial(_widen, num_latent=num_latent, latent=wide - num_latent, rotary=ROTARY - rotary)
-        query_BTHW, cache_BSW, rows_BTW, tile_BtW = (*map(widen, (query_BTHW, cache_BSW, rows_BTW)), None)
-    kernel = _kernel(tile_BtW)
-    out_BTHC = kernel(query_BTHW, cache_BSW, rows_BTW, length_B, visible_BTt, num_latent=wide, scale=scale)
+        query = Query(
+            _fill(query.latent_BTHC, wide),
+            _fill(query.rotary_BTHR, ROTARY),
+            *(_fill(x, ROTARY // 2) for x in query[2:]),
+        )
+        widen = functools.partial(_widen, num_latent=num_latent, widths=(wide, ROTARY))
+        cache_BSW, rows_BTW, tile_BtW = widen(cache_BSW), widen(rows_BTW), None
+    out_BTHC = _kernel(tile_BtW)(query, cache_BSW, rows_BTW, length_B, visible_BTt, scale=scale)
     return out_BTHC[..., :num_latent]
 
 
-def _widen(x: Array, num_latent: int, latent: int, rotary: int) -> Array:
-    keep = [(0, 0)] * (x.ndim - 1)
-    parts = jnp.split(x, [num_latent], axis=-1)
-    return jnp.concatenate(
-        [jnp.pad(part, [*keep, (0, n)]) for part, n in zip(parts, (latent, rotary), strict=True)], -1
-    )
+def _fill(x: Array, width: int) -> Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+def _widen(x: Array, num_latent: int, widths: tuple[int, int]) -> Array:
+    return jnp.concatenate([*map(_fill, jnp.split(x, [num_latent], axis=-1), widths)], axis=-1)
 
 
 def _kernel(tile_BtW: Array | None) -> Any:
@@ -110,18 +111,18 @@ def _kernel(tile_BtW: Array | None) -> Any:
 
 
 def tree_mla_reference(
-    query_BTHW: Float[Array, "B T H W"],
+    query: Query,
     cache_BSW: Float[Array, "B S W"],
     rows_BTW: Float[Array, "B T W"],
     length_B: Int32[Array, "B"],
     visible_BTt: Bool[Array, "B T T"],
     tile_BtW: Float[Array, "B t W"] | None = None,
     *,
-    num_latent: int,
     scale: float,
 ) -> Float[Array, "B T H C"]:
     """`tree_mla` in plain JAX: the path of a CPU, of float32, and of what the kernels refuse. ``tile_BtW`` is not read."""
     del tile_BtW
+    query_BTHW, num_latent = query.join(), query.latent_BTHC.shape[-1]
     num_slots = cache_BSW.shape[1]
     slot_BS = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (length_B.shape[0], num_slots))
     committed_BS = slot_BS < length_B[:, None]

@@ -13,6 +13,8 @@ shared memory, in the place of the tile's rotary part, which is no longer needed
 
     L, R: left and right half of a tile's latents (each in two buffers); T: its rotary part; O_L, O_R: output
 
+The query's rotary part comes as its projection leaves it; the right warpgroup turns it while the first tile is on its way.
+
 A tile is read once for all nodes and heads of a block: 73,728 bytes, its latents serving as keys and as values. With 16
 nodes of 8 heads (two row tiles) 4,096 tokens are 4.7 MB, 1.0 us at 4.57 TB/s. Splits are added by `tree_mla_split.combine`.
 
@@ -39,7 +41,9 @@ from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
 from ddtree_jax.pallas import tree_mla_split as split
 from ddtree_jax.pallas import warps as w
-from ddtree_jax.pallas.latent_rows import fill_tiles
+from ddtree_jax.pallas.latent_rows import fill_tiles, turn_pairs
+from ddtree_jax.pallas.tree_mla_split import Query
+from ddtree_jax.pallas.tree_mla_turn import TRANSFORMS, load_on_gpu, turn_on_gpu
 
 _TILE = ROW_MULTIPLE = 64
 _WGMMA = plgpu.Layout.WGMMA
@@ -61,13 +65,12 @@ class Config:
 
 
 def tree_mla_hopper(
-    query_BTHW: Float[Array, "B T H W"],
+    query: Query,
     cache_BSW: Float[Array, "B S W"],
     rows_BTW: Float[Array, "B T W"],
     length_B: Int32[Array, "B"],
     visible_BTt: Bool[Array, "B T T"],
     *,
-    num_latent: int,
     scale: float,
     tile_BtW: Float[Array, "B t W"] | None = None,
     config: Config = Config(),
@@ -78,23 +81,43 @@ def tree_mla_hopper(
     Raises:
       NotImplementedError: for shapes and types that the tiles do not fit; the offending value is named.
     """
-    batch, num_nodes, heads, width = query_BTHW.shape
-    split.check(query_BTHW, cache_BSW, num_latent, 8)
-    query_BnW = query_BTHW.reshape(batch, num_nodes * heads, width)
-    query_BnW = jnp.pad(query_BnW, ((0, 0), (0, -query_BnW.shape[1] % 8), (0, 0)))
+    batch, num_nodes, heads, num_latent = query.latent_BTHC.shape
+    split.check(query, cache_BSW, 8)
+    filler = ((0, 0), (0, -num_nodes * heads % 8), (0, 0))
+    query_BnC, query_BnR = (
+        jnp.pad(x.reshape(batch, num_nodes * heads, -1), filler) for x in (query.latent_BTHC, query.rotary_BTHR)
+    )
     if tile_BtW is None:
         tile_BtW = fill_tiles(rows_BTW, num_latent, ROW_MULTIPLE)
     words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _TILE)
     part_BnsC, lse_Bnsc = _attend_splits(
-        query_BnW, cache_BSW, tile_BtW, length_B, words_Bwn, num_latent, scale, config, interpret
+        query_BnC,
+        query_BnR,
+        query.cos_BTr,
+        query.sin_BTr,
+        cache_BSW,
+        tile_BtW,
+        length_B,
+        words_Bwn,
+        heads,
+        scale,
+        config,
+        interpret,
     )
-    tree_tiles = pl.cdiv(num_nodes, _TILE)
-    out_BnC = split.combine(part_BnsC, lse_Bnsc, length_B, tree_tiles=tree_tiles, tile=_TILE, interpret=interpret)
+    out_BnC = split.combine(
+        part_BnsC,
+        lse_Bnsc,
+        length_B,
+        tree_tiles=pl.cdiv(num_nodes, _TILE),
+        tile=_TILE,
+        most=split.most_splits(batch, pl.cdiv(query_BnC.shape[1], _TILE), config.num_sms),
+        interpret=interpret,
+    )
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
 
 
 def _swizzled(*shape: int):
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=TRANSFORMS)
 
 
 def _spread(row, shape):
@@ -107,9 +130,8 @@ def _zeros(shape, layout):
 
 def _store_weights(weights_ref, top_ref, weights, top):
     """Both at once; Pallas' own stores, one after the other, would take three more barriers."""
-    tiled = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
-    @plgpu.inline_mgpu(arg_types=(tiled, w.REF, _WGMMA, _ROW))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), w.REF, _WGMMA, _ROW))
     def store(_, weights_ref, top_ref, weights, top):
         # This warp's scores are done, but products of the others may still read what lies there.
         mgpu.utils.warpgroup_barrier()
@@ -138,24 +160,27 @@ def _any_in_warp(moved):
 
 
 def _attend_splits(
-    query_BnW: Array,
+    query_BnC: Array,
+    query_BnR: Array,
+    cos_BTr: Array,
+    sin_BTr: Array,
     cache_BSW: Array,
     rows_BTW: Array,
     length_B: Array,
     words_Bwn: Array,
-    num_latent: int,
+    heads: int,
     scale: float,
     config: Config,
     interpret: object,
 ) -> tuple[BFloat16[Array, "B n s C"], Float[Array, "B n s c"]]:
     """Each split's output, divided by its sum of weights, and the base-2 logarithm of that sum."""
-    batch, num_rows, width = query_BnW.shape
-    num_nodes = rows_BTW.shape[1]
-    half, rotary = num_latent // 2, width - num_latent
+    (batch, num_rows, num_latent), rotary = query_BnC.shape, query_BnR.shape[-1]
+    half, num_nodes = num_latent // 2, cos_BTr.shape[1]
     part = half // _PARTS
-    row_tiles, tree_tiles = pl.cdiv(num_rows, _TILE), pl.cdiv(num_nodes, _TILE)
+    row_tiles, tree_tiles = pl.cdiv(num_rows, _TILE), pl.cdiv(rows_BTW.shape[1], _TILE)
     rows_a_tile = min(num_rows, _TILE)
-    splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], _TILE, config.num_sms)
+    most = split.most_splits(batch, row_tiles, config.num_sms)
+    splits = split.num_splits(most, cache_BSW.shape[1], tree_tiles, _TILE)
     factor = scale * math.log2(math.e)
 
     def columns(h, a):
@@ -165,9 +190,9 @@ def _attend_splits(
         return 2 * _PARTS * t + _PARTS * h + a
 
     def body(
-        query_g, cache_g, tree_g, length_g, words_g, out_g, lse_g,
+        query_g, query_rotary_g, cos_g, sin_g, cache_g, tree_g, length_g, words_g, out_g, lse_g,
         query_s, query_rotary_s, latent_s, rotary_s, top_s, sum_s, lse_s,
-        query_bar, latent_bar, latent_free, rotary_bar, rotary_free, scored_bar, weights_bar, done_bar,
+        query_bar, turned_bar, latent_bar, latent_free, rotary_bar, rotary_free, scored_bar, weights_bar, done_bar,
     ):  # fmt: skip
         b, row_tile, s, warpgroup = (lax.axis_index(name) for name in ("batch", "row_tile", "split", "warpgroup"))
         at_rows, all_rows = pl.ds(row_tile * _TILE, rows_a_tile), pl.ds(row_tile * _TILE, _TILE)
@@ -180,13 +205,13 @@ def _attend_splits(
         @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(config.copy_registers, action="decrease")
+
+            # Before the length has come.
             filled = pl.ds(0, rows_a_tile)
+            plgpu.copy_gmem_to_smem(query_rotary_g.at[b, at_rows], query_rotary_s.at[filled], query_bar)
             for h in range(2):
                 for a in range(_PARTS):
                     plgpu.copy_gmem_to_smem(query_g.at[b, at_rows, columns(h, a)], query_s.at[h, a, filled], query_bar)
-            plgpu.copy_gmem_to_smem(
-                query_g.at[b, at_rows, pl.ds(num_latent, rotary)], query_rotary_s.at[filled], query_bar
-            )
             # A block without tiles must not end while its query is on the way.
             pl.when(count == 0)(lambda: plgpu.barrier_wait(query_bar))
 
@@ -254,14 +279,16 @@ def _attend_splits(
 
                 plgpu.commit_smem()
 
-        def score(t, which):
-            """Scores of tile t; its parts are taken as they arrive."""
+        def score(i, t, which):
+            """Scores of tile t of a pair; its parts are taken as they arrive."""
 
             def multiply(ref):
                 for h, a in _ORDER[t]:
                     plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
                     plgpu.wgmma(ref, query_s.at[which[h], a], latent_s.at[which[t], h, a].transpose((1, 0)))
                 plgpu.barrier_wait(rotary_bar.at[t])
+                if t == 0:
+                    pl.when(i == 0)(lambda: plgpu.barrier_wait(turned_bar))
                 plgpu.wgmma(ref, query_rotary_s, rotary_s.at[which[t]].transpose((1, 0)))
                 # A little early, so that the tensor cores never wait for the peer's next products.
                 plgpu.wgmma_wait(1)
@@ -337,7 +364,7 @@ def _attend_splits(
         def add_pair_left(i, carry, early_words):
             acc, top, total_weight = carry
             tile, which = first + 2 * i, indices(i)
-            x = mask(score(0, which), tile, early_words)
+            x = mask(score(i, 0, which), tile, early_words)
             rounded, new_top, sums = weigh(x, top, 0)
             pl.when(2 * i + 1 < count)(lambda: plgpu.barrier_wait(scored_bar.at[1]))
             make_finite(tile, 0, 0)
@@ -367,7 +394,7 @@ def _attend_splits(
                 return acc, new_top, total_weight, results
 
             def add_both(acc, top, total_weight):
-                x = mask(score(1, which), tile, early_words)
+                x = mask(score(i, 1, which), tile, early_words)
 
                 def weigh_own():
                     return weigh(x, plgpu.load(top_s.at[0], layout=_ROW), 1)
@@ -392,11 +419,29 @@ def _attend_splits(
             zero = i & lax.shift_right_logical(length, jnp.int32(31))
             return zero, zero + 1
 
+        def take_query(h):
+            """The right warpgroup, which is the later one to score, turns the rotary part for both."""
+            if h == 0:
+                plgpu.barrier_wait(query_bar)
+            elif interpret is None:
+                turn = load_on_gpu(cos_g, sin_g, heads, b, row_tile)
+                plgpu.barrier_wait(query_bar)
+                turn_on_gpu(query_rotary_s, turn)
+                plgpu.barrier_arrive(turned_bar)
+            else:
+                plgpu.barrier_wait(query_bar)
+                query_rotary_s[...] = turn_pairs(query_rotary_s[...], *(turn_of_rows(x[b]) for x in (cos_g, sin_g)))
+                plgpu.barrier_arrive(turned_bar)
+
+        def turn_of_rows(turn_Tr):
+            turn_nr = jnp.pad(jnp.repeat(turn_Tr, heads, axis=0), ((0, -num_nodes * heads % _TILE), (0, 0)))
+            return lax.dynamic_slice_in_dim(turn_nr, row_tile * _TILE, _TILE)
+
         def compute(add_pair, h):
             plgpu.set_max_registers(config.compute_registers, action="increase")
             # Early, since they come from device memory. Prefill has too many to keep.
             early_words = load_words(0) if tree_tiles == 1 else None
-            plgpu.barrier_wait(query_bar)
+            take_query(h)
             row = _zeros((_TILE,), _ROW)
             carry = [_zeros((_TILE, part), _WGMMA) for _ in range(_PARTS)], row + split.LOWEST, row
             add_pair = functools.partial(add_pair, early_words=early_words)
@@ -428,8 +473,9 @@ def _attend_splits(
             jax.ShapeDtypeStruct((batch, num_rows, splits, num_latent), jnp.bfloat16),
             jax.ShapeDtypeStruct((batch, num_rows, splits, _COPIES), jnp.float32),
         ),
-        grid=(splits, row_tiles, batch),
-        grid_names=("split", "row_tile", "batch"),
+        # The splits that have tiles begin first.
+        grid=(row_tiles, batch, splits),
+        grid_names=("row_tile", "batch", "split"),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="tree_mla",
@@ -443,6 +489,7 @@ def _attend_splits(
             plgpu.SMEM((2, _TILE), jnp.float32),
             plgpu.SMEM((_TILE, _COPIES), jnp.float32),
             plgpu.Barrier(num_arrivals=2 * _PARTS + 1),
+            plgpu.Barrier(),
             plgpu.Barrier(num_barriers=4 * _PARTS),
             plgpu.Barrier(num_barriers=4 * _PARTS),
             *(plgpu.Barrier(num_barriers=2) for _ in range(4)),
@@ -450,4 +497,4 @@ def _attend_splits(
         ],
         interpret=interpret,
     )
-    return kernel(query_BnW, cache_BSW, rows_BTW, length_B, words_Bwn)
+    return kernel(query_BnC, query_BnR, cos_BTr, sin_BTr, cache_BSW, rows_BTW, length_B, words_Bwn)

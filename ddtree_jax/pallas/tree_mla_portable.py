@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
 from ddtree_jax.pallas import tree_mla_split as split
+from ddtree_jax.pallas.tree_mla_split import Query
 
 _ROWS = 32
 _TILE = 16
@@ -38,13 +39,12 @@ class Config:
 
 
 def tree_mla_portable(
-    query_BTHW: Float[Array, "B T H W"],
+    query: Query,
     cache_BSW: Float[Array, "B S W"],
     rows_BTW: Float[Array, "B T W"],
     length_B: Int32[Array, "B"],
     visible_BTt: Bool[Array, "B T T"],
     *,
-    num_latent: int,
     scale: float,
     config: Config = Config(),
     interpret: object = None,
@@ -54,9 +54,9 @@ def tree_mla_portable(
     Raises:
       NotImplementedError: for shapes and types that the tiles do not fit; the offending value is named.
     """
-    batch, num_nodes, heads, width = query_BTHW.shape
-    split.check(query_BTHW, cache_BSW, num_latent, _TILE)
-    query_BnW = query_BTHW.reshape(batch, num_nodes * heads, width)
+    batch, num_nodes, heads, num_latent = query.latent_BTHC.shape
+    split.check(query, cache_BSW, _TILE)
+    query_BnW = query.join().reshape(batch, num_nodes * heads, -1)
     query_BnW = jnp.pad(query_BnW, ((0, 0), (0, -query_BnW.shape[1] % _ROWS), (0, 0)))
     rows_BTW = jnp.pad(rows_BTW, ((0, 0), (0, -num_nodes % _TILE), (0, 0)))
     words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _ROWS)
@@ -69,7 +69,7 @@ def tree_mla_portable(
         length_B,
         tree_tiles=rows_BTW.shape[1] // _TILE,
         tile=_TILE,
-        barriers=config.copy_engine,
+        most=split.most_splits(batch, query_BnW.shape[1] // _ROWS, config.num_sms),
         interpret=interpret,
     )
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
@@ -90,7 +90,8 @@ def _attend_splits(
     batch, num_rows, width = query_BnW.shape
     rotary = width - num_latent
     row_tiles, tree_tiles = num_rows // _ROWS, rows_BTW.shape[1] // _TILE
-    splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], _TILE, config.num_sms)
+    most = split.most_splits(batch, row_tiles, config.num_sms)
+    splits = split.num_splits(most, cache_BSW.shape[1], tree_tiles, _TILE)
     factor = scale * math.log2(math.e)
     ahead = config.num_buffers - 1
     layouts = {"m_warps": _ROWS // 16}
