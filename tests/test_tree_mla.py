@@ -210,10 +210,10 @@ def test_mask_words_hold_the_visible_bits():
     assert not bits[:, :, 111:].any()
 
 
-def run_add_splits(part, lse, length, num_threads, tree_tiles=2, tile=16):
+def run_add_splits(part, lse, length, tree_tiles=2, tile=16):
     """The combining kernel's code on numpy, a block a row."""
     rows, splits, width = part.shape
-    shape = split.Parts(splits=splits, width=width, copies=8, num_threads=num_threads)
+    shape = split.Parts(splits=splits, width=width, copies=8)
     _, total, each = (int(x) for x in split.tile_counts(jnp.int32(length), tree_tiles, splits, tile))
     lse = Memory(np.repeat(lse.reshape(-1), shape.copies))
     part, out = (
@@ -221,9 +221,9 @@ def run_add_splits(part, lse, length, num_threads, tree_tiles=2, tile=16):
         shared(rows * width // 2, UINT),
     )
     for row in range(rows):
-        t = NumpyThreads(shape.num_threads)
+        t = NumpyThreads(512)
         scratch = (shared(size, FLOAT) for size in shape.scratch)
-        split.add_splits(t, *(t.value(np.int32, x) for x in (row, total, each)), part, lse, out, *scratch, shape=shape)
+        split.add_splits(t, shape, *(t.value(np.int32, x) for x in (row, total, each)), part, lse, out, *scratch)
     return out.array.view(jnp.bfloat16).reshape(rows, width)
 
 
@@ -239,15 +239,13 @@ def test_splits_add_up(splits, length, dtype):
     lse = rng.standard_normal((2, splits), np.float32) * 5
     part[:, used:], lse[:, used:] = np.nan, np.nan
     lse[1, used // 2] = split.LOWEST
-    num_threads = 128 if splits < 10 else 256
-    out = run_add_splits(part, lse, length, num_threads)
+    out = run_add_splits(part, lse, length)
     weight = np.exp2(lse[:, :used].astype(np.float64))
     weight /= weight.sum(-1, keepdims=True)
     expected = np.einsum("bs,bsc->bc", weight, part[:, :used].astype(np.float64))
     assert error(out.astype(np.float64), expected) < 4e-3
     if each == 1:
-        fewer = part[:, :used].copy(), lse[:, :used].copy()
-        np.testing.assert_array_equal(run_add_splits(*fewer, length, num_threads), out)
+        np.testing.assert_array_equal(run_add_splits(part[:, :used].copy(), lse[:, :used].copy(), length), out)
     plain = split.combine_reference(
         jnp.asarray(part)[None],
         jnp.broadcast_to(jnp.asarray(lse)[None, ..., None], (1, *lse.shape, 8)),
@@ -263,7 +261,7 @@ def test_splits_add_up(splits, length, dtype):
 def test_a_cache_may_be_longer(num_slots, tree_tiles):
     """How the tiles are split depends on what is committed and on the GPU, not on slots that are unused."""
     lengths = jnp.arange(min(num_slots, 1 << 13) + 1, dtype=jnp.int32)
-    splits, most = (split.num_splits(66, slots, tree_tiles, 64) for slots in (num_slots, 1 << 20))
+    splits, most = (split.num_splits(1, 2, slots, tree_tiles, 64, 132) for slots in (num_slots, 1 << 20))
     *_, each = split.tile_counts(lengths, tree_tiles, splits, 64)
     *_, expected = split.tile_counts(lengths, tree_tiles, most, 64)
     np.testing.assert_array_equal(each, expected)
@@ -287,6 +285,15 @@ def test_queries_are_turned(num_nodes, heads, row_tile):
         turned[: len(expected)].astype(np.float32), expected.astype(np.float32), rtol=2**-7, atol=1e-6
     )
     assert np.mean(turned[: len(expected)] == expected) > 0.99
+
+
+@FORMS
+def test_slots_that_are_unused_change_no_bit(run):
+    query, cache, rows, length, visible = random_case(13, num_nodes=16, heads=8, num_slots=128, lengths=[100])
+    more = np.concatenate([cache, np.full_like(cache, NAN)], axis=1)
+    np.testing.assert_array_equal(
+        run(query, more, rows, length, visible, num_sms=40), run(query, cache, rows, length, visible, num_sms=40)
+    )
 
 
 def abstract(num_nodes, heads, num_slots, dtype=jnp.bfloat16, latent=LATENT, rotary=ROTARY):

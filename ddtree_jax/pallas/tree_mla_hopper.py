@@ -90,7 +90,7 @@ def tree_mla_hopper(
     if tile_BtW is None:
         tile_BtW = fill_tiles(rows_BTW, num_latent, ROW_MULTIPLE)
     words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _TILE)
-    part_BnsC, lse_Bnsc = _attend_splits(
+    part_BnsC, lse_Bnsc = _attend_splits(  # fmt: skip
         query_BnC,
         query_BnR,
         query.cos_BTr,
@@ -104,15 +104,8 @@ def tree_mla_hopper(
         config,
         interpret,
     )
-    out_BnC = split.combine(
-        part_BnsC,
-        lse_Bnsc,
-        length_B,
-        tree_tiles=pl.cdiv(num_nodes, _TILE),
-        tile=_TILE,
-        most=split.most_splits(batch, pl.cdiv(query_BnC.shape[1], _TILE), config.num_sms),
-        interpret=interpret,
-    )
+    tree_tiles = pl.cdiv(num_nodes, _TILE)
+    out_BnC = split.combine(part_BnsC, lse_Bnsc, length_B, tree_tiles=tree_tiles, tile=_TILE, interpret=interpret)
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
 
 
@@ -179,8 +172,7 @@ def _attend_splits(
     part = half // _PARTS
     row_tiles, tree_tiles = pl.cdiv(num_rows, _TILE), pl.cdiv(rows_BTW.shape[1], _TILE)
     rows_a_tile = min(num_rows, _TILE)
-    most = split.most_splits(batch, row_tiles, config.num_sms)
-    splits = split.num_splits(most, cache_BSW.shape[1], tree_tiles, _TILE)
+    splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], tree_tiles, _TILE, config.num_sms)
     factor = scale * math.log2(math.e)
 
     def columns(h, a):
@@ -206,14 +198,13 @@ def _attend_splits(
         def _():
             plgpu.set_max_registers(config.copy_registers, action="decrease")
 
-            # Before the length has come.
-            filled = pl.ds(0, rows_a_tile)
-            plgpu.copy_gmem_to_smem(query_rotary_g.at[b, at_rows], query_rotary_s.at[filled], query_bar)
-            for h in range(2):
-                for a in range(_PARTS):
-                    plgpu.copy_gmem_to_smem(query_g.at[b, at_rows, columns(h, a)], query_s.at[h, a, filled], query_bar)
-            # A block without tiles must not end while its query is on the way.
-            pl.when(count == 0)(lambda: plgpu.barrier_wait(query_bar))
+            def fetch_query():
+                filled = pl.ds(0, rows_a_tile)
+                plgpu.copy_gmem_to_smem(query_rotary_g.at[b, at_rows], query_rotary_s.at[filled], query_bar)
+                for h in range(2):
+                    for a in range(_PARTS):
+                        into = query_s.at[h, a, filled]
+                        plgpu.copy_gmem_to_smem(query_g.at[b, at_rows, columns(h, a)], into, query_bar)
 
             def fetch(i, t, at_columns, into, ready, free):
                 tile = first + 2 * i + t
@@ -239,6 +230,9 @@ def _attend_splits(
                         number = buffer(t, h, a)
                         fetch(i, t, columns(h, a), latent_s.at[t, h, a], latent_bar.at[number], latent_free.at[number])
                     fetch(i, t, pl.ds(num_latent, rotary), rotary_s.at[t], rotary_bar.at[t], rotary_free.at[t])
+                    if t == 0:
+                        # Behind the first tile, which is further away. Blocks without tiles end at once.
+                        pl.when(i == 0)(fetch_query)
 
         def is_cut(tile):
             return (tile < prefix_tiles) & (length - tile * _TILE < _TILE)
@@ -473,9 +467,8 @@ def _attend_splits(
             jax.ShapeDtypeStruct((batch, num_rows, splits, num_latent), jnp.bfloat16),
             jax.ShapeDtypeStruct((batch, num_rows, splits, _COPIES), jnp.float32),
         ),
-        # The splits that have tiles begin first.
-        grid=(row_tiles, batch, splits),
-        grid_names=("row_tile", "batch", "split"),
+        grid=(splits, row_tiles, batch),
+        grid_names=("split", "row_tile", "batch"),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="tree_mla",

@@ -69,7 +69,6 @@ def tree_mla_portable(
         length_B,
         tree_tiles=rows_BTW.shape[1] // _TILE,
         tile=_TILE,
-        most=split.most_splits(batch, query_BnW.shape[1] // _ROWS, config.num_sms),
         interpret=interpret,
     )
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
@@ -90,8 +89,7 @@ def _attend_splits(
     batch, num_rows, width = query_BnW.shape
     rotary = width - num_latent
     row_tiles, tree_tiles = num_rows // _ROWS, rows_BTW.shape[1] // _TILE
-    most = split.most_splits(batch, row_tiles, config.num_sms)
-    splits = split.num_splits(most, cache_BSW.shape[1], tree_tiles, _TILE)
+    splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], tree_tiles, _TILE, config.num_sms)
     factor = scale * math.log2(math.e)
     ahead = config.num_buffers - 1
     layouts = {"m_warps": _ROWS // 16}

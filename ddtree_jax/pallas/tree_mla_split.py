@@ -35,7 +35,7 @@ LATENTS, ROTARY = (256, 512), 64
 """Widths that the tiles are made for."""
 
 WORD = 32
-_FEW_SPLITS = 16
+_NUM_THREADS, _LOADS_IN_FLIGHT = 512, 9
 
 
 class Query(NamedTuple):
@@ -71,14 +71,9 @@ def check(query: Query, cache_BSW: Array, slot_multiple: int) -> None:
         )
 
 
-def most_splits(batch: int, row_tiles: int, num_sms: int) -> int:
-    """Blocks along the slots that fill the GPU."""
-    return max(1, num_sms // (row_tiles * batch))
-
-
-def num_splits(most: int, num_slots: int, tree_tiles: int, tile: int) -> int:
+def num_splits(batch: int, row_tiles: int, num_slots: int, tree_tiles: int, tile: int, num_sms: int) -> int:
     """Blocks along the slots: as many as fill the GPU, at most one a tile."""
-    return min(most, pl.cdiv(num_slots, tile) + tree_tiles)
+    return max(1, min(num_sms // (row_tiles * batch), pl.cdiv(num_slots, tile) + tree_tiles))
 
 
 def tile_counts(length: Array, tree_tiles: int, splits: int, tile: int) -> tuple[Array, Array, Array]:
@@ -101,22 +96,11 @@ def pack_visible(visible_BTt: Bool[Array, "B T T"], heads: int, tile: int, row_t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """Static shape of what `add_splits` adds up; the logarithm of each row's sum of weights stands ``copies`` times.
-
-    Few threads, which load ``chunk`` splits at a time: much of what a warp does takes as long however few splits it has.
-    """
+    """Static shape of what `add_splits` adds up; the logarithm of each row's sum of weights stands ``copies`` times."""
 
     splits: int
     width: int
     copies: int
-    num_threads: int
-    chunk: int = 5
-
-    @classmethod
-    def of(cls, part: Any, lse: Any, most: int) -> "Parts":
-        """``most`` is that of `most_splits`, so that the order of a sum does not depend on the cache's slots."""
-        num_threads = 128 if most <= _FEW_SPLITS else 256
-        return cls(splits=part.shape[2], width=part.shape[3], copies=lse.shape[3], num_threads=num_threads)
 
     @property
     def threads_a_row(self) -> int:
@@ -125,64 +109,81 @@ class Parts:
     @property
     def groups(self) -> int:
         """Of threads, each of which takes every ``groups``-th split."""
-        return self.num_threads // self.threads_a_row
+        return _NUM_THREADS // self.threads_a_row
 
     @property
-    def num_chunks(self) -> int:
-        return pl.cdiv(self.splits, self.groups * self.chunk)
+    def turns(self) -> int:
+        """Splits of a group."""
+        return pl.cdiv(self.splits, self.groups)
 
     @property
-    def num_logs(self) -> int:
-        """Places for the splits of all chunks, whole warps."""
-        return 32 * pl.cdiv(self.groups * self.chunk * self.num_chunks, 32)
-
-    @property
-    def scratch(self) -> tuple[int, int]:
+    def scratch(self) -> tuple[int, int, int]:
         """Sizes of `add_splits`' arrays in shared memory."""
-        return self.num_logs, self.groups * self.width
+        return self.splits, self.groups * self.width, 2 * self.groups
 
 
 def add_splits(
-    t: Any, row: Any, total: Any, each: Any, part: Any, lse: Any, out: Any, logs: Any, sums: Any, *, shape: Parts
+    t: Any,
+    shape: Parts,
+    row: Any,
+    total: Any,
+    each: Any,
+    part: Any,
+    lse: Any,
+    out: Any,
+    logs: Any,
+    sums: Any,
+    stats: Any,
 ) -> None:
-    """Global memory: part [rows, s, C], lse [rows, s, c], out [rows, C]; shared: logs [s], sums [groups, C].
+    """Global: part [rows, s, C], lse [rows, s, c], out [rows, C]; shared: logs [s], sums [groups, C], stats [2, groups].
 
-    ``total`` tiles are ``each`` a split; splits behind them are not read. They add zeros, so that it does not matter how many
-    of them there are.
+    ``total`` tiles are ``each`` a split; splits behind them are not read. Groups and turns without a split add zeros, so that
+    it does not matter how many of them there are.
     """
-    width, chunk = shape.width, shape.chunk
+    width, groups = shape.width, shape.groups
     group = t.divide(t.thread(), shape.threads_a_row)
     column = (t.thread() - group * shape.threads_a_row) * UNIT
     nothing = [t.value(part.kind, 0)] * (UNIT if part.kind == FLOAT else UNIT // 2)
 
-    def number(i: Any, j: int) -> Any:
-        return (i * chunk + j) * shape.groups + group
+    def load(number: Any) -> list[Any]:
+        index = (row * shape.splits + number) * width + column
+        return t.branch(number * each < total, functools.partial(_load, t, part, index), nothing)
 
-    def load(i: Any, j: int) -> list[Any]:
-        index = (row * shape.splits + number(i, j)) * width + column
-        return t.branch(number(i, j) * each < total, functools.partial(_load, t, part, index), nothing)
-
-    def add_chunk(i: Any, *carry: Any) -> list[Any]:
-        words, acc = carry[:-UNIT], carry[-UNIT:]
-        ahead = [word for j in range(chunk) for word in load(i + 1, j)]
-        for j in range(chunk):
-            term = t.exp2(t.load(logs, number(i, j)) - top)
-            loaded = words[j * len(nothing) : (j + 1) * len(nothing)]
-            values = loaded if part.kind == FLOAT else unpack(t, loaded)
-            acc = [t.fma(value, term, x) for value, x in zip(values, acc, strict=True)]
-        return [*ahead, *acc]
-
-    words = [word for j in range(chunk) for word in load(t.value(INT, 0), j)]
+    turns = [group + turn * groups for turn in range(shape.turns)]
+    chunks = [turns[start : start + _LOADS_IN_FLIGHT] for start in range(0, shape.turns, _LOADS_IN_FLIGHT)]
+    loaded = [load(number) for number in chunks[0]]
     # They are on their way before anything waits for a logarithm: no access is moved past a barrier.
     t.barrier()
-    top, weight = _weigh(t, shape, row, total, each, lse, logs)
-    starts = [c * chunk * shape.groups for c in range(shape.num_chunks)]
-    num_used = functools.reduce(operator.add, [t.select(each * start < total, t.value(INT, 1), 0) for start in starts])
-    acc = t.loop(num_used, add_chunk, [*words, *[t.value(FLOAT, 0)] * UNIT])[-UNIT:]
+    _stage_logs(t, shape, row, total, each, lse, logs)
+    top, weight, acc = t.value(FLOAT, LOWEST), t.value(FLOAT, 0), [t.value(FLOAT, 0)] * UNIT
+    for i, numbers in enumerate(chunks):
+        parts = [load(number) for number in numbers] if i else loaded
+        own = [t.load(logs, t.minimum(number, shape.splits - 1)) for number in numbers]
+        is_used = [number * each < total for number in numbers]
+        own = [t.select(used, log, LOWEST) for used, log in zip(is_used, own, strict=True)]
+        new_top = functools.reduce(t.maximum, own, top)
+        scale = t.exp2(top - new_top)
+        top, weight, acc = new_top, weight * scale, [x * scale for x in acc]
+        for used, log, words in zip(is_used, own, parts, strict=True):
+            term = t.select(used, t.exp2(log - new_top), 0)
+            values = words if part.kind == FLOAT else unpack(t, words)
+            weight, acc = weight + term, [x + value * term for x, value in zip(acc, values, strict=True)]
     for start in (0, 4):
         t.store_vector(sums, group * width + column + start, acc[start : start + 4])
+    with t.when(t.is_equal(column, 0)):
+        t.store(stats, group, top)
+        t.store(stats, group + groups, weight)
     t.barrier()
-    _add_groups(t, shape, row, weight, out, sums)
+    _add_groups(t, shape, row, out, sums, stats)
+
+
+def _stage_logs(t: Any, shape: Parts, row: Any, total: Any, each: Any, lse: Any, logs: Any) -> None:
+    """The splits' logarithms to shared memory, each once."""
+    for start in range(0, shape.splits, _NUM_THREADS):
+        number = t.thread() + start
+        with t.when((number < shape.splits) & (number * each < total)):
+            t.store(logs, number, t.load(lse, (row * shape.splits + number) * shape.copies))
+    t.barrier()
 
 
 def _load(t: Any, part: Any, index: Any) -> list[Any]:
@@ -191,32 +192,20 @@ def _load(t: Any, part: Any, index: Any) -> list[Any]:
     return t.load_vector(part, index >> 1, UNIT // 2)
 
 
-def _weigh(t: Any, shape: Parts, row: Any, total: Any, each: Any, lse: Any, logs: Any) -> tuple[Any, Any]:
-    """The splits' logarithms to shared memory; returns the largest, and the sum of weights that refer to it."""
-    for start in range(0, shape.num_logs, shape.num_threads):
-        number = t.thread() + start
-        index = (row * shape.splits + number) * shape.copies
-        log = t.branch(number * each < total, functools.partial(_load_one, t, lse, index), [t.value(FLOAT, LOWEST)])
-        with t.when(number < shape.num_logs):
-            t.store(logs, number, log[0])
-    t.barrier()
-    own = [t.load(logs, (t.thread() & 31) + start) for start in range(0, shape.num_logs, 32)]
-    top = simt.warp_reduce(t, functools.reduce(t.maximum, own), t.maximum)
-    weights = [t.exp2(log - top) for log in own]
-    return top, simt.warp_reduce(t, functools.reduce(operator.add, weights), operator.add)
-
-
-def _load_one(t: Any, memory: Any, index: Any) -> list[Any]:
-    return [t.load(memory, index)]
-
-
-def _add_groups(t: Any, shape: Parts, row: Any, weight: Any, out: Any, sums: Any) -> None:
+def _add_groups(t: Any, shape: Parts, row: Any, out: Any, sums: Any, stats: Any) -> None:
     """Two columns a thread, in the order of the groups."""
+    groups = [t.value(INT, g) for g in range(shape.groups)]
     column = t.thread() * 2
     with t.when(column < shape.width):
-        pairs = [t.load_vector(sums, column + g * shape.width, 2) for g in range(shape.groups)]
-        low, high = (functools.reduce(operator.add, values) / weight for values in zip(*pairs, strict=True))
-        t.store(out, (row * shape.width + column) >> 1, t.pair(low, high))
+        tops, weights = ([t.load(stats, g + start) for g in groups] for start in (0, shape.groups))
+        top = functools.reduce(t.maximum, tops)
+        scales = [t.exp2(x - top) for x in tops]
+        pairs = [t.load_vector(sums, g * shape.width + column, 2) for g in groups]
+        weight, low, high = (
+            functools.reduce(operator.add, [x * scale for x, scale in zip(values, scales, strict=True)])
+            for values in (weights, *zip(*pairs, strict=True))
+        )
+        t.store(out, (row * shape.width + column) >> 1, t.pair(low / weight, high / weight))
 
 
 def combine(
@@ -226,29 +215,27 @@ def combine(
     *,
     tree_tiles: int,
     tile: int,
-    most: int,
     interpret: object = None,
 ) -> BFloat16[Array, "B n C"]:
     """Sum over splits of ``part``, each already divided by its own sum of weights, whose base-2 logarithm is ``lse``.
 
     ``lse`` holds each number c times, so that a row's numbers are sectors that no other block reads.
 
-    A block a row. Its groups of threads take the splits in turn, some at a time while the next are on their way; what they
-    have is added up in order. ``most`` is that of `most_splits`.
+    A block a row. Its groups of threads take the splits in turn, all loads at once, and what they have is added up in order.
     """
     batch, rows, splits, width = part_BnsC.shape
     if splits == 1:
         return part_BnsC[:, :, 0].astype(jnp.bfloat16)
     if interpret is not None:
         return combine_reference(part_BnsC, lse_Bnsc, length_B, tree_tiles=tree_tiles, tile=tile)
-    shape = Parts.of(part_BnsC, lse_Bnsc, most)
-    kinds = (FLOAT if part_BnsC.dtype == jnp.float32 else UINT, FLOAT, UINT, FLOAT, FLOAT)
+    shape = Parts(splits=splits, width=width, copies=lse_Bnsc.shape[-1])
+    kinds = (FLOAT if part_BnsC.dtype == jnp.float32 else UINT, FLOAT, UINT, FLOAT, FLOAT, FLOAT)
 
     def body(part, lse, length, *refs):
         row, b = lax.axis_index("row"), lax.axis_index("batch")
         _, total, each = tile_counts(length[b], tree_tiles, splits, tile)
         memories = list(zip((part, lse, *refs), kinds, strict=True))
-        simt.run(functools.partial(add_splits, shape=shape), memories, [b * rows + row, total, each])
+        simt.run(functools.partial(_add_splits, shape), memories, [b * rows + row, total, each])
 
     return plgpu.kernel(
         body,
@@ -256,8 +243,12 @@ def combine(
         grid=(rows, batch),
         grid_names=("row", "batch"),
         scratch_types=[plgpu.SMEM((size,), jnp.float32) for size in shape.scratch],
-        **simt.options("tree_mla_combine", shape.num_threads),
+        **simt.options("tree_mla_combine", _NUM_THREADS),
     )(part_BnsC, lse_Bnsc, length_B)
+
+
+def _add_splits(shape: Parts, t: Any, *args: Any) -> None:
+    add_splits(t, shape, *args)
 
 
 def combine_reference(
