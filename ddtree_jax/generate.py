@@ -440,7 +440,7 @@ def _prefill(
 
 
 def _choose_kernels(kernels: bool | None, config: KimiConfig, mesh: Mesh, dtype: str) -> bool:
-    """Whether the target is computed by the kernels. This is the one place that decides."""
+    """Whether both models may take the kernels: whether the target can. This is the one place that decides."""
     if kernels is False:
         return False
     try:
