@@ -232,7 +232,10 @@ def draw_choice(nodes: int) -> tuple[jax.Array, jax.Array]:
 def measure_choice(nodes: Sequence[int], runs: int) -> Iterator[dict[str, Any]]:
     """Result lines of the choice and the shared expert's down in one launch; ``reference_seconds`` is that of two.
 
-    ``error`` is how many numbers differ. What says which rows are tokens is made once for all layers, and not counted.
+    What says which rows are tokens is made once for all layers, and not counted.
+
+    Raises:
+      AssertionError: one launch does not give the bits of two.
     """
     config = our_config(SHARED_DOWN)
     pack = jax.jit(functools.partial(pack_weights, outputs=SHARED_DOWN.outputs))
@@ -246,6 +249,8 @@ def measure_choice(nodes: Sequence[int], runs: int) -> Iterator[dict[str, Any]]:
             for program in (one, two)
         )
         pairs = zip(one(*inputs[0]), two(*inputs[0]), strict=True)
+        num_different = sum(int(jnp.sum(a != b)) for a, b in pairs)
+        assert num_different == 0, f"{count} nodes: {num_different} numbers differ"
         seconds, num_bytes = sum(times.values()), SHARED_DOWN.bytes(count)
         yield {
             "benchmark": "skinny_gemm",
@@ -258,7 +263,7 @@ def measure_choice(nodes: Sequence[int], runs: int) -> Iterator[dict[str, Any]]:
             "kernels": times,
             "reference_kernels": reference,
             "runs": runs,
-            "error": sum(int(jnp.sum(a != b)) for a, b in pairs),
+            "error": num_different,
         }
 
 
