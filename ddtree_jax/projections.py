@@ -6,11 +6,11 @@
                           └──── pack ────┘
     in memory        qkv_a: blocks of 64 x 64, q_a's rows before kv_a's; natural arrays are given up
                           │
-    a call           x [B, T, D] ──► one launch ──► [B, T, A], [B, T, W]     up to 128 tokens; for more, unpacked inside
+    a call           x [B, T, D] ──► one launch ──► [B, T, A], [B, T, W]     up to 256 tokens; for more, unpacked inside
 
 Natural arrays stay, and are multiplied by `Projection` itself, in float32, without a Hopper GPU, and in shapes that the
 kernel does not take; one projection of a model that is not taken leaves all of them natural. Unpacking is a copy, made in
-every pass over more than 128 tokens: dear in decoding (16 sequences of 16 nodes), cheap beside a chunk of prefill.
+every pass over more than 256 tokens: dear in decoding (32 sequences of 16 nodes), cheap beside a chunk of prefill.
 """
 
 import functools

@@ -70,6 +70,7 @@ def measure() -> Iterator[dict[str, Any]]:
     if _KERNEL.value == "skinny_gemm":
         nodes = list(map(int, _NODES.value))
         yield from bench_skinny_gemm.measure(nodes, _RUNS.value)
+        yield from bench_skinny_gemm.measure_many(_RUNS.value)
         yield from bench_skinny_gemm.measure_choice(nodes, _RUNS.value)
         return
     if _KERNEL.value == "layer":

@@ -16,11 +16,21 @@ import numpy as np
 
 from ddtree_jax.pallas.choose_and_multiply import choose_and_multiply_gpu
 from ddtree_jax.pallas.choose_experts import choose_experts_gpu
-from ddtree_jax.pallas.skinny_gemm import Config, Output, choose_config, device_config, pack_weights, skinny_gemm_gpu
+from ddtree_jax.pallas.skinny_gemm import (
+    Config,
+    Output,
+    choose_config,
+    device_config,
+    pack_weights,
+    skinny_gemm,
+    skinny_gemm_gpu,
+    skinny_gemm_reference,
+)
 from experiments.bench_int4_moe import BYTES_PER_SECOND
 from experiments.kernel_times import kernel_seconds
 
 COLD_BYTES = 160e6
+MANY_NODES = (128, 192, 256)
 EXPERTS, CHOICE = 384, {"num_chosen": 8, "factor": 2.827}
 
 
@@ -159,7 +169,7 @@ def our_call(case: Case, config: Config) -> Callable[..., Any]:
 
 def cases_to_compile() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
     """Names, functions and arguments' shapes, of the most different of `CASES`."""
-    for index, nodes in ((0, 16), (1, 64), (2, 1), (7, 64)):
+    for index, nodes in ((0, 128), (1, 256), (2, 1), (7, 256)):
         case = CASES[index]
         x_TK = jax.ShapeDtypeStruct((nodes, case.groups * case.columns), jnp.bfloat16)
         yield (
@@ -175,32 +185,58 @@ def cases_to_compile() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
     )
 
 
-def measure(nodes: list[int], runs: int, cases: Sequence[Case] = CASES) -> Iterator[dict[str, Any]]:
+def measure(nodes: Sequence[int], runs: int, cases: Sequence[Case] = CASES) -> Iterator[dict[str, Any]]:
     """Result lines, without where and with what they were measured. ``reference_seconds`` is `by_xla`'s, all kernels."""
     for case in cases:
-        weights, config = case.draw(), our_config(case)
-        pack = jax.jit(functools.partial(pack_weights, outputs=case.outputs))
+        weights = case.draw()
         arrange = jax.jit(functools.partial(natural_layout, case))
-        packed, natural = [[pack(copy)] for copy in weights], [arrange(copy) for copy in weights]
-        tokens = [draw_tokens(case, count) for count in nodes]
-        calls = (our_call(case, config), packed), (functools.partial(by_xla, case), natural)
-        ours, theirs = (_compile(call, tokens, copies[0]) for call, copies in calls)
-        for count, x_TK, our_program, their_program in zip(nodes, tokens, ours, theirs, strict=True):
-            times = kernel_seconds(our_program, [(x_TK, blocks) for (blocks,) in packed], runs)
-            reference = kernel_seconds(their_program, [(x_TK, *arrays) for arrays in natural], runs)
-            seconds, num_bytes = sum(times.values()), case.bytes(count)
-            yield {
-                "benchmark": "skinny_gemm",
-                "case": {"projection": case.name, "nodes": count, "cluster": config.cluster, "seed": 0},
-                "seconds": seconds,
-                "reference_seconds": sum(reference.values()),
-                "ceiling_seconds": num_bytes / BYTES_PER_SECOND,
-                "ceiling": f"{num_bytes / 1e6:.1f} MB at {BYTES_PER_SECOND / 1e12} TB/s",
-                "fraction_of_ceiling": num_bytes / BYTES_PER_SECOND / seconds,
-                "kernels": times,
-                "runs": runs,
-                "error": error(our_program(x_TK, *packed[0]), float64(case, x_TK, weights[0])),
-            }
+        theirs = functools.partial(by_xla, case), [arrange(copy) for copy in weights]
+        yield from _lines(case, weights, our_call(case, our_config(case)), theirs, nodes, runs)
+
+
+def measure_many(runs: int, nodes: Sequence[int] = MANY_NODES) -> Iterator[dict[str, Any]]:
+    """The same of many nodes; ``reference_seconds`` is that of unpacking the weight first, as it is done for more."""
+    for case in CASES[:4]:
+        weights, pack = case.draw(), _packer(case)
+        ours, theirs = (
+            functools.partial(function, outputs=case.outputs, num_groups=case.groups)
+            for function in (skinny_gemm, skinny_gemm_reference)
+        )
+        yield from _lines(case, weights, ours, (theirs, [[pack(copy)] for copy in weights]), nodes, runs)
+
+
+def _packer(case: Case) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    return jax.jit(functools.partial(pack_weights, outputs=case.outputs))
+
+
+def _lines(
+    case: Case,
+    weights: Sequence[Sequence[jax.Array]],
+    our_function: Callable[..., Any],
+    theirs: tuple[Callable[..., Any], Sequence[Sequence[jax.Array]]],
+    nodes: Sequence[int],
+    runs: int,
+) -> Iterator[dict[str, Any]]:
+    """A line for each number of nodes. Ours takes packed weights, theirs has arrays of its own for each copy."""
+    pack, cluster = _packer(case), our_config(case).cluster
+    tokens, packed = [draw_tokens(case, count) for count in nodes], [[pack(copy)] for copy in weights]
+    ours, references = (_compile(function, tokens, copies[0]) for function, copies in ((our_function, packed), theirs))
+    for count, x_TK, our_program, their_program in zip(nodes, tokens, ours, references, strict=True):
+        times = kernel_seconds(our_program, [(x_TK, *copy) for copy in packed], runs)
+        reference = kernel_seconds(their_program, [(x_TK, *copy) for copy in theirs[1]], runs)
+        seconds, num_bytes = sum(times.values()), case.bytes(count)
+        yield {
+            "benchmark": "skinny_gemm",
+            "case": {"projection": case.name, "nodes": count, "cluster": cluster, "seed": 0},
+            "seconds": seconds,
+            "reference_seconds": sum(reference.values()),
+            "ceiling_seconds": num_bytes / BYTES_PER_SECOND,
+            "ceiling": f"{num_bytes / 1e6:.1f} MB at {BYTES_PER_SECOND / 1e12} TB/s",
+            "fraction_of_ceiling": num_bytes / BYTES_PER_SECOND / seconds,
+            "kernels": times,
+            "runs": runs,
+            "error": error(our_program(x_TK, *packed[0]), float64(case, x_TK, weights[0])),
+        }
 
 
 def choose_and_multiply(config: Config, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -237,8 +273,7 @@ def measure_choice(nodes: Sequence[int], runs: int) -> Iterator[dict[str, Any]]:
     Raises:
       AssertionError: one launch does not give the bits of two.
     """
-    config = our_config(SHARED_DOWN)
-    pack = jax.jit(functools.partial(pack_weights, outputs=SHARED_DOWN.outputs))
+    config, pack = our_config(SHARED_DOWN), _packer(SHARED_DOWN)
     packed = [pack(copy) for copy in SHARED_DOWN.draw()]
     for count in nodes:
         inputs = [(*draw_choice(count), draw_tokens(SHARED_DOWN, count), blocks) for blocks in packed]

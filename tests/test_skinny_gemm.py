@@ -84,7 +84,8 @@ def interpreted_sums(x, blocks, outputs, num_groups, config):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "columns", "num_groups", "cluster", "step_blocks"), [(9, 512, 1, 3, 1), (8, 384, 2, 1, 2)]
+    ("num_tokens", "columns", "num_groups", "cluster", "step_blocks"),
+    [(9, 512, 1, 3, 1), (8, 384, 2, 1, 2), (136, 192, 1, 1, 1)],
 )
 def test_kernel_sums_agree_with_float64(num_tokens, columns, num_groups, cluster, step_blocks):
     outputs = (Output(width=4 * 64),)
@@ -110,9 +111,21 @@ def test_sums_of_a_token_depend_on_neither_its_place_nor_the_others():
         interpreted_sums(tokens, blocks, outputs, 1, config)[0] for tokens in (x, jnp.concatenate([others, x]))
     )
     np.testing.assert_array_equal(few, many[..., 7:])
-    for tokens in (1, 16, 64):
+    for tokens in (1, 16, 128):
         shape = choose_shape(random_tokens(tokens, 512), blocks, outputs, 1, config)
         assert [shape.span(rank) for rank in range(2)] == [(0, 4), (4, 8)]
+
+
+def test_sums_of_many_tokens_are_those_of_few():
+    """Steps of one block instead of two, and the same columns for each block of the cluster: 2, 2 and 4."""
+    outputs, config = (Output(width=64),), Config(cluster=3)
+    x, blocks = random_tokens(130, 512), pack_weights(random_weights(outputs, 512), outputs)
+    few, of_few = interpreted_sums(x[:2], blocks, outputs, 1, config)
+    many, of_many = interpreted_sums(x, blocks, outputs, 1, config)
+    assert [of_few.span(rank) for rank in range(3)] == [(0, 1), (1, 2), (2, 4)] and of_few.step_blocks == 2
+    assert [of_many.span(rank) for rank in range(3)] == [(0, 2), (2, 4), (4, 8)] and of_many.step_blocks == 1
+    # A CPU adds up in another order for another width.
+    np.testing.assert_allclose(few, many[..., :2], rtol=0, atol=1e-4)
 
 
 def split_shape(outputs, num_tokens, cluster=1):
@@ -178,7 +191,7 @@ def load_four(threads, memories, i, index):
     return threads.load_vector(memories[i], index, 4)
 
 
-@pytest.mark.parametrize(("num_tokens", "cluster"), [(3, 2), (16, 1), (16, 5), (64, 3), (33, 7)])
+@pytest.mark.parametrize(("num_tokens", "cluster"), [(3, 2), (16, 1), (16, 5), (256, 3), (33, 7)])
 def test_a_cluster_shares_out_its_tile(num_tokens, cluster):
     """Parts are added in order, and rounded once."""
     shape = split_shape(MIXED, num_tokens, cluster)
@@ -222,9 +235,9 @@ def test_kernel_lowers_for_cuda(num_tokens, config):
     assert found == [((num_tokens, output.width), output.dtype) for output in MIXED]
 
 
-@pytest.mark.parametrize(("num_tokens", "num_launches"), [(3, 1), (100, 2), (200, 0)])
+@pytest.mark.parametrize(("num_tokens", "num_launches"), [(3, 1), (256, 1), (257, 0)])
 def test_kernel_is_chosen_for_cuda_alone(monkeypatch, num_tokens, num_launches):
-    """In turns for somewhat more tokens than it takes."""
+    """A tree of 256 nodes is one launch; for more tokens, the weight is unpacked."""
     x, blocks = random_tokens(num_tokens, 128), pack_weights(random_weights(MIXED, 128), MIXED)
 
     def count_kernels():
@@ -254,7 +267,7 @@ def changed(array, shape=None, dtype=None):
     [
         (changed(X, dtype=jnp.float32), BLOCKS, Output(width=128), 1, "x has dtype float32"),
         (X, changed(BLOCKS, dtype=jnp.float32), Output(width=128), 1, "the weight has dtype float32"),
-        (changed(X, (65, 128)), BLOCKS, Output(width=128), 1, "65 tokens"),
+        (changed(X, (257, 128)), BLOCKS, Output(width=128), 1, "257 tokens"),
         (changed(X, (0, 128)), BLOCKS, Output(width=128), 1, "0 tokens"),
         (changed(X, (8, 192)), BLOCKS, Output(width=128), 1, "x is 192 wide"),
         (changed(X, (8, 384)), BLOCKS, Output(width=128), 3, "3 groups of 2 tiles"),

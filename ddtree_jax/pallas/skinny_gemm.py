@@ -1,4 +1,4 @@
-"""Products of up to 64 tokens a launch with a weight, in which reading the weight is what takes time.
+"""Products of up to 256 tokens a launch with a weight, in which reading the weight is what takes time.
 
 ``y[T, O] = x[T, K] @ weight[O, K].T`` in bfloat16, summed in float32. Several weights that take the same input are one
 launch with an output each: the query's and the latent's first projections, or the router and the shared expert's gate and
@@ -20,9 +20,8 @@ from ddtree_jax.pallas.rider import Rider
 from ddtree_jax.pallas.skinny_gemm_kernel import launch
 from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Config, Output, Shape, num_stages
 
-MAX_TOKENS = 64
-MAX_TURNS = 2
-"""Launches behind each other for more tokens, each of which reads the weight: unpacking it takes longer."""
+MAX_TOKENS = 256
+"""For more, unpacking the weight takes less time than reading it in several launches."""
 FILLED_TOKENS = 8
 """Up to so many the kernel's copies fill up with zeros; more must be whole tiles of 8."""
 MAX_CLUSTER = 8
@@ -87,30 +86,16 @@ def skinny_gemm(
     With ``num_groups`` x has that many inputs side by side, and the rows of the weight as many parts, each of which takes
     its own: heads that have a matrix each.
 
-    Goes through the kernel where the program is compiled for a Hopper GPU and the kernel takes the input, in turns of 64
-    tokens if there are not many more; else through `skinny_gemm_reference`, which unpacks the weight inside the program.
+    Goes through the kernel where the program is compiled for a Hopper GPU and the kernel takes the input, which may be the
+    256 nodes of a tree; else through `skinny_gemm_reference`, which unpacks the weight inside the program.
     """
     outputs = tuple(outputs)
     reference = functools.partial(skinny_gemm_reference, outputs=outputs, num_groups=num_groups)
-    T = x_TK.shape[0]
-    if T > MAX_TURNS * MAX_TOKENS:
-        return reference(x_TK, blocks)
-    try:
-        simt.check_device()
-        config = choose_config(blocks, device_config())
-        turn = jax.ShapeDtypeStruct((min(T, MAX_TOKENS), x_TK.shape[1]), x_TK.dtype)
-        choose_shape(turn, blocks, outputs, num_groups, config)
-    except NotImplementedError:
-        return reference(x_TK, blocks)
 
     def kernel(x_TK: Array, blocks: Array) -> list[Array]:
-        turns = [
-            skinny_gemm_gpu(x_TK[begin : begin + MAX_TOKENS], blocks, outputs, num_groups, config)
-            for begin in range(0, T, MAX_TOKENS)
-        ]
-        return [jnp.concatenate(parts) for parts in zip(*turns, strict=True)]
+        return skinny_gemm_gpu(x_TK, blocks, outputs, num_groups, choose_config(blocks, device_config()))
 
-    return jax.lax.platform_dependent(x_TK, blocks, cuda=kernel, default=reference)
+    return simt.choose(kernel, reference, x_TK, blocks)
 
 
 def skinny_gemm_gpu(
@@ -193,8 +178,9 @@ def choose_shape(
             raise NotImplementedError(f"an output is {output.width} wide; a multiple of 4 is needed")
         if output.dtype not in (jnp.bfloat16, jnp.float32):
             raise NotImplementedError(f"an output has dtype {output.dtype}; bfloat16 or float32 is needed")
-    step_blocks = math.gcd(columns, config.step_blocks)
-    cluster = min(config.cluster, columns // step_blocks)
+    cut_blocks = math.gcd(columns, config.step_blocks)
+    step_blocks = cut_blocks if config.many_tokens >= T else 1
+    cluster = min(config.cluster, columns // cut_blocks)
     if not 1 <= cluster <= MAX_CLUSTER:
         raise NotImplementedError(f"a cluster of {config.cluster} blocks; 1 to {MAX_CLUSTER} are needed")
     shape = Shape(
@@ -205,6 +191,7 @@ def choose_shape(
         tiles_a_group=tiles // num_groups,
         cluster=cluster,
         step_blocks=step_blocks,
+        steps_a_cut=cut_blocks // step_blocks,
         outputs=outputs,
     )
     num_stages(shape, config)  # Raises if there are too few.

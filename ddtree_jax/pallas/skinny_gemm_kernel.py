@@ -1,7 +1,7 @@
 """One product of few tokens with a wide weight on Hopper: every byte of the weight once, by all multiprocessors.
 
 A block has one warpgroup that fetches and one that multiplies 64 rows, a tile. The columns of a tile are cut into steps of
-128, which the blocks of a cluster share out in order::
+128, or of 64 for many tokens, which the blocks of a cluster share out in order::
 
     fetch      steps of the block, as far as the ring holds ────────────────►
     multiply       step ─► step ─► ... ─► sums to shared memory │ adds up its share of the tile, in the cluster's order,

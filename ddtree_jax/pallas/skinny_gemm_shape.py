@@ -13,7 +13,7 @@ _PAD = 4  # Floats behind a token's sums, so that a warp's stores meet all banks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A tile has a ``cluster`` of blocks; a step has ``step_blocks`` blocks of 64 columns.
+    """A tile has a ``cluster`` of blocks; a step has ``step_blocks`` blocks of 64 columns, of more than ``many_tokens`` one.
 
     The other numbers decide how many blocks a tile gets (`skinny_gemm.choose_config`): multiprocessors, which clusters find
     free in groups, what one block and all of them read, and what a cluster costs and each of its blocks. They are fitted to
@@ -23,6 +23,7 @@ class Config:
 
     cluster: int = 1
     step_blocks: int = 2
+    many_tokens: int = 128
     max_stages: int = 16
     shared_bytes: int = 220_000
     num_multiprocessors: int = 132
@@ -60,6 +61,8 @@ class Shape:
     cluster: int
     """Blocks of a tile, which read each other's sums."""
     step_blocks: int
+    steps_a_cut: int
+    """Blocks of a cluster take whole multiples of so many steps."""
     outputs: tuple[Output, ...]
 
     @property
@@ -81,8 +84,9 @@ class Shape:
         return SIDE + _PAD
 
     def span(self, rank: Any) -> tuple[Any, Any]:
-        """Steps of its tile that a block of the cluster takes."""
-        return rank * self.num_steps // self.cluster, (rank + 1) * self.num_steps // self.cluster
+        """Steps of its tile that a block of the cluster takes: the same columns for any number of tokens."""
+        num_cuts = self.num_steps // self.steps_a_cut
+        return tuple((rank + i) * num_cuts // self.cluster * self.steps_a_cut for i in range(2))
 
 
 def num_floats(shape: Shape, other: int = 0) -> int:
