@@ -1,7 +1,8 @@
 """What the text of a compiled program says about the decoding loop: kernels a stage, collectives, copies of what it carries.
 
 A copy is an instruction that reads a weight or a cache, of at least `LARGE` bytes, which the loop carries, and writes as
-many without a product, sum or update of rows: a copy, or a fusion of moves and elementwise steps.
+many without a product, sum or update of rows: a copy, or a fusion of moves and elementwise steps. One that gathers less than
+1 / `LOOK_UP` of what it reads looks rows up, such as the embeddings of a tree's nodes, which may be as large as some weight.
 """
 
 import collections
@@ -10,6 +11,7 @@ import re
 from typing import NamedTuple
 
 LARGE = 1 << 20
+LOOK_UP = 8
 STAGES = ("draft", "expand", "verify", "accept", "commit")
 COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
 
@@ -168,13 +170,14 @@ def _inside(computations: dict[str, list[Instruction]], fusion: Instruction) -> 
 
 def _copies(computations: dict[str, list[Instruction]], body: str) -> list[str]:
     (state,) = (one.name for one in computations[body] if one.opcode == "parameter")
-    carried, found = set(), []
+    carried, found = {}, []  # Bytes by name.
     for one in computations[body]:
         inside = _inside(computations, one) if one.opcode == "fusion" else {one.opcode}
-        reads_carried = bool(carried & set(one.operands))
+        read = [carried[name] for name in one.operands if name in carried]
         is_carried = one.opcode == "get-tuple-element" and one.operands == [state] and one.num_bytes >= LARGE
-        if is_carried or (one.opcode == "bitcast" and reads_carried):
-            carried.add(one.name)
-        elif reads_carried and one.num_bytes >= LARGE and not inside & _WORK and one.opcode not in _NO_KERNEL:
-            found.append(f"{one.stage}: {one.opcode} {one.name} {one.shape.split('{')[0]}")
+        if is_carried or (one.opcode == "bitcast" and read):
+            carried[one.name] = one.num_bytes
+        elif read and one.num_bytes >= LARGE and not inside & _WORK and one.opcode not in _NO_KERNEL:
+            is_look_up = "gather" in inside and LOOK_UP * one.num_bytes < min(read)
+            found += [] if is_look_up else [f"{one.stage}: {one.opcode} {one.name} {one.shape.split('{')[0]}"]
     return found

@@ -53,6 +53,26 @@ def test_large_results_of_small_inputs_are_no_copies():
     assert loop_text.read_loop(jax.jit(run).lower(*shapes).compile().as_text()).copies == []
 
 
+@pytest.mark.parametrize(("num_rows", "is_copy"), [(640, False), (4096, True), (8192, True)])
+def test_rows_looked_up_are_no_copy(num_rows, is_copy):
+    """Embeddings of many nodes are as large as some weight; what gathers much of what it reads is a copy all the same."""
+
+    def run(table, number_T):
+        def step(state):
+            table, number_T, total = state
+            with jax.named_scope("verify"):
+                rows = table[number_T] * total
+                return table, jnp.argsort(rows[:, 0]).astype(jnp.int32), jnp.sum(rows @ rows[:8].T)
+
+        return jax.lax.while_loop(lambda state: state[2] < 1e9, step, (table, number_T, 1.0))
+
+    shapes = jax.ShapeDtypeStruct((8192, 512), jnp.float32), jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    text = jax.jit(run).lower(*shapes).compile().as_text()
+    assert f"f32[{num_rows},512]" in text
+    copies = loop_text.read_loop(text).copies
+    assert bool(copies) == is_copy, copies
+
+
 def test_work_is_no_copy():
     report = loop_text.read_loop(compiled_loop(work))
     assert report.copies == []
