@@ -35,13 +35,21 @@ import jax
 from absl import app, flags
 
 from ddtree_jax import DecodeConfig, Engine
+from ddtree_jax.pallas import block_attention_kernel, tree_mla
 from experiments.abstract_engine import NUM_DEVICES, abstract_engine, mesh_without_devices, read_configs
 from experiments.devices import DEVICES
 from experiments.loop_text import launches_of, read_loop
 from experiments.programs import BUCKETS, CONFIGS, compile_loop, decode_config
 from experiments.results_file import provenance, update_lines
 
-CONTEXT_MULTIPLE = 16
+CONTEXT_MULTIPLE = math.lcm(tree_mla.SLOT_MULTIPLE, block_attention_kernel.SLOT_MULTIPLE)
+"""Slots that both models' caches are filled up to."""
+
+
+def check_context(context: int) -> None:
+    """Raises app.UsageError if caches would have more slots than that, and not be counted as what grows with the context."""
+    if context % CONTEXT_MULTIPLE:
+        raise app.UsageError(f"--context is {context}; allowed are multiples of {CONTEXT_MULTIPLE}")
 
 
 def longest_context(memory: int, context: int, num_bytes: int, temporary: int, slot_bytes: int, most: int) -> int:
@@ -100,6 +108,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     if unknown := set(_BUDGETS.value) - set(BUCKETS):
         raise app.UsageError(f"--budgets has {', '.join(sorted(unknown))}; allowed: {', '.join(BUCKETS)}")
+    check_context(_CONTEXT.value)
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     mesh = mesh_without_devices(_MESH.value, _DEVICE.value)
     target, drafter = read_configs(*CONFIGS[_CONFIG.value], _LAYERS.value)
@@ -123,7 +132,7 @@ if __name__ == "__main__":
     _MESH = flags.DEFINE_string("mesh", "tensor=8", "Axis sizes, of at most 8 devices.")
     _DEVICE = flags.DEFINE_enum("device", "h200", list(DEVICES), "The kind of device.")
     _LAYERS = flags.DEFINE_integer("layers", None, "Layers of the target; its own number by default.", lower_bound=2)
-    _CONTEXT = flags.DEFINE_integer("context", 32768, "Slots of the caches.", lower_bound=16)
+    _CONTEXT = flags.DEFINE_integer("context", 32768, "Slots of the caches.", lower_bound=1)
     _BUDGETS = flags.DEFINE_list(
         "budgets", list(BUCKETS), "Which programs: plain, chain, or tree nodes besides the root."
     )

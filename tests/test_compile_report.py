@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from absl import app
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ddtree_jax import DecodeConfig, dflash
 from ddtree_jax.sharding import make_mesh, sharding_of
 from experiments import loop_text, results_file
 from experiments.abstract_engine import abstract_engine, read_configs
-from experiments.compile_report import bytes_per_slot, longest_context
+from experiments.compile_report import CONTEXT_MULTIPLE, bytes_per_slot, check_context, longest_context
 
 TINY = Path(__file__).parents[1] / "experiments" / "tiny_kimi"
 
@@ -100,17 +101,30 @@ def test_copies_of_what_the_loop_carries_are_found(copy):
 @pytest.mark.parametrize(
     ("memory", "expected"),
     [
-        (1000 + 32 * 20, 96),  # 32 slots more: 16 bytes each in the arguments, 4 in temporaries.
-        (1000 + 32 * 20 - 1, 80),
-        (1000, 64),
-        (1000 - 1, 48),  # Temporaries are not taken to shrink with the context.
-        (400, 16),
+        (4000 + 128 * 20, 384),  # 128 slots more: 16 bytes each in the arguments, 4 in temporaries.
+        (4000 + 128 * 20 - 1, 320),
+        (4000, 256),
+        (4000 - 1, 192),  # Temporaries are not taken to shrink with the context.
+        (1600, 64),
         (10**9, 4096),
     ],
 )
 def test_longest_context(memory, expected):
-    """1000 bytes at 64 slots, of which 256 are temporary."""
-    assert longest_context(memory, 64, 1000, 256, 16, 4096) == expected
+    """4000 bytes at 256 slots, of which 1024 are temporary."""
+    assert longest_context(memory, 256, 4000, 1024, 16, 4096) == expected
+
+
+def test_contexts_that_caches_are_filled_up_to_are_refused(monkeypatch):
+    """Of others, neither model's cache would have as many slots as the context has tokens."""
+    with pytest.raises(app.UsageError, match="--context is 112; allowed are multiples of 64"):
+        check_context(112)
+    check_context(CONTEXT_MULTIPLE)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    target, drafter = read_configs(TINY / "target" / "config.json", TINY / "drafter" / "config.json", 2)
+    models = abstract_engine(target, drafter, make_mesh(None), CONTEXT_MULTIPLE).models
+    for model in models:
+        for leaf in jax.tree.leaves(jax.eval_shape(lambda model: model.init_cache(1, CONTEXT_MULTIPLE), model)):
+            assert leaf.shape[1] == CONTEXT_MULTIPLE
 
 
 def test_a_slot_is_counted_as_a_device_holds_it():
