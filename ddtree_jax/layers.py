@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int32
 
 from ddtree_jax.config import RopeConfig
 from ddtree_jax.pallas.block_attention import turn_halves
-from ddtree_jax.pallas.latent_rows import turn_pairs
 from ddtree_jax.projections import Packed, Product, Projection, named
 from ddtree_jax.sharding import ArrayInfo
 
@@ -120,13 +119,6 @@ class Turns(NamedTuple):
         """Of vectors of ``dim`` numbers."""
         angle_BTr = positions_BT.astype(jnp.float32)[..., None] * rope_frequencies(rope, dim)[None, None]
         return cls(jnp.cos(angle_BTr) * amplitude, jnp.sin(angle_BTr) * amplitude)
-
-    def turn_pairs(self, x: Float[Array, "B T heads R"]) -> Float[Array, "B T heads R"]:
-        """Rotary embedding of pairs (2i, 2i + 1), as DeepSeek has it.
-
-        Pairs stay where they are, so that queries and cached keys must be stored alike; scores do not depend on it.
-        """
-        return turn_pairs(x, self.cos_BTr[:, :, None], self.sin_BTr[:, :, None])
 
     def turn_halves(self, x: Float[Array, "B T heads R"]) -> Float[Array, "B T heads R"]:
         """Rotary embedding of pairs (i, i + R / 2)."""

@@ -134,7 +134,8 @@ def test_rows(batch, tokens, widths, multiple):
         np.testing.assert_allclose(np.asarray(array, np.float32), np.asarray(other, np.float32), rtol=0.01, atol=0.02)
     # The key is turned as the layers do it.
     key = projected[1][..., None, latent:]
-    turned = layers.Turns.of(positions, rope, rotary, amplitude).turn_pairs(jnp.asarray(key))
+    turn = (of_pair[:, :, None] for of_pair in layers.Turns.of(positions, rope, rotary, amplitude))
+    turned = latent_rows.turn_pairs(jnp.asarray(key), *turn)
     np.testing.assert_array_equal(expected.rows_BTW[..., latent:], turned[:, :, 0])
     for column in (0, latent + 1) if batch > 1 else ():
         broken_query, broken = (array.copy() for array in projected)

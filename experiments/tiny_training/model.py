@@ -19,6 +19,7 @@ from ddtree_jax import kimi, quant
 from ddtree_jax.config import KimiConfig
 from ddtree_jax.layers import Layer, Turns, gated_mlp
 from ddtree_jax.pallas.add_norm import rms_norm
+from ddtree_jax.pallas.latent_rows import turn_pairs
 from ddtree_jax.sharding import ArrayInfo, Parameters
 
 Arrays = dict[str, dict[str, Array]]
@@ -68,7 +69,8 @@ class ExpandedAttention(kimi.Attention):
         kv_BTW = jnp.einsum("BTD,DW->BTW", x_BTD, self.kv_a_DW[...])
         latent_BTC, key_BTR = jnp.split(kv_BTW, [config.kv_lora_rank], axis=-1)
         latent_BTC = rms_norm(latent_BTC, self.kv_norm_C[...], config.latent_norm_eps)
-        q_BTHR, key_BT1R = turns.turn_pairs(q_BTHR), turns.turn_pairs(key_BTR[:, :, None])
+        turn = [of_pair_BTr[:, :, None] for of_pair_BTr in turns]
+        q_BTHR, key_BT1R = (turn_pairs(x, *turn) for x in (q_BTHR, key_BTR[:, :, None]))
 
         key_BTHP = jnp.einsum("BTC,HPC->BTHP", latent_BTC, self.key_up_HPC[...])
         value_BTHU = jnp.einsum("BTC,HUC->BTHU", latent_BTC, self.value_up_HUC[...])
