@@ -86,8 +86,7 @@ class Router(Layer):
         self, logits_TE: Float[Array, "T E"], is_token_T: Bool[Array, "T"]
     ) -> tuple[Int32[Array, "T X"], Float[Array, "T X"]]:
         choose = everywhere(functools.partial(_choose_experts, **self._options()), self.mesh)
-        expert_TX, weight_TX = choose(logits_TE, self.router_bias_E[...], is_token_T)
-        return self.sent_to(expert_TX), weight_TX
+        return choose(logits_TE, self.router_bias_E[...], is_token_T)
 
     def choose_and_multiply(
         self,
@@ -105,12 +104,7 @@ class Router(Layer):
             out_specs=(whole, whole, PARTS_SPEC),
             check_vma=False,
         )
-        expert_TX, weight_TX, parts = run(logits_TE, self.router_bias_E[...], is_token_T, hidden_BTF, down)
-        return self.sent_to(expert_TX), weight_TX, parts
-
-    def sent_to(self, expert_TX: Int32[Array, "T X"]) -> Int32[Array, "T X"]:
-        """Experts that take the tokens, instead of those that were chosen: the same, but where that is measured."""
-        return expert_TX
+        return run(logits_TE, self.router_bias_E[...], is_token_T, hidden_BTF, down)
 
     def _options(self) -> dict[str, Any]:
         config = self.config

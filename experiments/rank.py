@@ -85,8 +85,13 @@ class DrawnRouter(kimi.Router):
         with jax.named_scope("router"):
             return super().__call__(x_TD, is_token_T)
 
-    def sent_to(self, expert_TX: jax.Array) -> jax.Array:
-        return self.drawn_TX[...]
+    def choose(self, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        _, weight_TX = super().choose(*arrays)
+        return self.drawn_TX[...], weight_TX
+
+    def choose_and_multiply(self, *arrays: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        _, weight_TX, parts = super().choose_and_multiply(*arrays)
+        return self.drawn_TX[...], weight_TX, parts
 
 
 class RankTarget(kimi.Kimi):
