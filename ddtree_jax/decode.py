@@ -61,8 +61,8 @@ class Drafter(Protocol):
 
     def context(self, features_BTY: Array, positions_BT: Array) -> Cache: ...
 
-    def __call__(self, embedded_BTD: Array, positions_BT: Array, length_B: Array, cache: Cache) -> Array:
-        """Slots of the cache past ``length_B`` hold nothing, but are finite."""
+    def __call__(self, embedded_BTD: Array, length_B: Array, cache: Cache) -> Array:
+        """Rows stand behind ``length_B`` slots of the cache, in order. What lies there holds nothing, but is finite."""
 
 
 class Models(NamedTuple):
@@ -239,8 +239,7 @@ def draft_logits(
     """The drafter's rows for the ``depth`` positions behind the root, float32."""
     masks_BL = jnp.full((root_B.shape[0], depth), mask_token_id, jnp.int32)
     block_BT = jnp.concatenate([root_B[:, None], masks_BL], axis=1)
-    positions_BT = length_B[:, None] + jnp.arange(depth + 1, dtype=jnp.int32)[None]
-    hidden_BTD = models.drafter(models.target.embed(block_BT), positions_BT, length_B, drafter_cache)
+    hidden_BTD = models.drafter(models.target.embed(block_BT), length_B, drafter_cache)
     return models.target.unembed(hidden_BTD[:, 1:])
 
 

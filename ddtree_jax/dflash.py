@@ -184,7 +184,6 @@ class DFlash(Layer):
     def __call__(
         self,
         embedded_BTD: Float[Array, "B T D"],
-        positions_BT: Int32[Array, "B T"],
         length_B: Int32[Array, "B"],
         cache: list[KeyValue],
     ) -> Float[Array, "B T D"]:
@@ -193,7 +192,8 @@ class DFlash(Layer):
 
         Slots of the cache from ``length_B`` on are not seen, but must be finite: plain JAX multiplies their values by zero.
         """
-        x_BTD, turns = embedded_BTD, self.turns(positions_BT)
+        row_T = jnp.arange(embedded_BTD.shape[1], dtype=jnp.int32)
+        x_BTD, turns = embedded_BTD, self.turns(length_B[:, None] + row_T[None])
         for layer, block in enumerate(self.blocks):
             with jax.named_scope(f"layer_{layer}"):
                 x_BTD = block(x_BTD, turns, length_B, cache[layer])

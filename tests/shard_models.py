@@ -48,7 +48,7 @@ class Drafter(Tables):
     def context(self, features_BTY: Array, positions_BT: Array) -> list[Array]:
         return [positions_BT[..., None].astype(jnp.float32)]
 
-    def __call__(self, embedded_BTD: Array, positions_BT: Array, length_B: Array, cache: list[Array]) -> Array:
+    def __call__(self, embedded_BTD: Array, length_B: Array, cache: list[Array]) -> Array:
         rows = [embedded_BTD[:, :1]] * 2
         while len(rows) < embedded_BTD.shape[1]:
             rows.append(self.embed(jnp.argmax(self.unembed(rows[-1]), axis=-1)))

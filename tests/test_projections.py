@@ -77,7 +77,7 @@ def drafter_call(model: dflash.DFlash) -> tuple[Callable, tuple]:
     length_B = jnp.full(2, LENGTH, jnp.int32)
 
     def run(model: dflash.DFlash, positions_BT: jax.Array, length_B: jax.Array) -> tuple:
-        return model(embedded_BTD, positions_BT, length_B, cache), model.context(features_BTY, positions_BT)
+        return model(embedded_BTD, length_B, cache), model.context(features_BTY, positions_BT)
 
     return jax.jit(run), (model, positions_BT, length_B)
 

@@ -188,9 +188,7 @@ def test_a_share_drafts(no_kernels):
     heads = config.num_key_value_heads, config.head_dim
     assert {leaf.shape for leaf in jax.tree.leaves(rows)} == {(1, 3, *heads)}
     cache = jax.eval_shape(lambda drafter: drafter.init_cache(1, SLOTS), drafter)
-    hidden_BTD = jax.eval_shape(
-        lambda drafter, *arrays: drafter(*arrays), drafter, embedded_BTD, positions_BT, length_B, cache
-    )
+    hidden_BTD = jax.eval_shape(lambda drafter, *arrays: drafter(*arrays), drafter, embedded_BTD, length_B, cache)
     assert hidden_BTD.shape == embedded_BTD.shape
 
 

@@ -111,9 +111,7 @@ class AnchoredDFlash(dflash.DFlash):
         root_Bn = jnp.take_along_axis(token_BM, anchor_Bn, axis=1)
         mask_token = jnp.full((root_Bn.size, num_rows - 1), self.config.mask_token_id, jnp.int32)
         ids = jnp.concatenate([root_Bn.reshape(-1, 1), mask_token], axis=1)
-        anchors = anchor_Bn.reshape(-1)
-        positions = anchors[:, None] + jnp.arange(num_rows, dtype=jnp.int32)[None]
-        return self(embedding_VD[ids], positions, anchors, cache)
+        return self(embedding_VD[ids], anchor_Bn.reshape(-1), cache)
 
 
 def train_drafter(
@@ -187,9 +185,7 @@ def largest_hidden_difference(config: DFlashConfig, arrays: Arrays, embedding_VD
             blocks = []
             for anchor in anchors:
                 ids_BT = jnp.full((1, config.block_size), config.mask_token_id).at[0, 0].set(token_BM[0, anchor])
-                positions_BT = anchor + jnp.arange(config.block_size, dtype=jnp.int32)[None]
-                length_B = jnp.array([anchor], jnp.int32)
-                blocks.append(module(embedding_VD[ids_BT], positions_BT, length_B, cache)[0])
+                blocks.append(module(embedding_VD[ids_BT], jnp.array([anchor], jnp.int32), cache)[0])
             return trained, jnp.stack(blocks)
 
         trained, published = hidden_states(arrays)
