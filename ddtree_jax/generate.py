@@ -1,12 +1,11 @@
 """The engine: loads a target and a drafter, and turns prompts into completions with one compiled loop a batch."""
 
 import functools
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -460,8 +459,7 @@ class _Checkpoints:
 
     target: KimiConfig
     drafter: DFlashConfig | None
-    tokenizer: Tokenizer | None = field(repr=False)
-    tokenizer_digest: str
+    tokenizer: Tokenizer | None
 
 
 def _read_checkpoints(
@@ -478,17 +476,17 @@ def _read_checkpoints(
     if drafter is not None:
         drafter_config = _read_drafter_config(drafter, drafter_rope_amplitude, drafter_sliding_causal)
     ranks = Path(target) / "tiktoken.model"
-    tokenizer, digest = None, ""
+    tokenizer = None
     if ranks.exists():
         try:
-            tokenizer, digest = Tokenizer.from_directory(target), hashlib.sha256(ranks.read_bytes()).hexdigest()
+            tokenizer = Tokenizer.from_directory(target)
         except OSError as error:
             raise ValueError(f"{ranks} can't be read; a tokenizer is needed ({error.strerror})") from error
     check_pair(config, drafter_config, max_length, tokenizer)
     checkpoint.check(target, kimi.parameters(config), mesh)
     if drafter_config:
         checkpoint.check(drafter, dflash.parameters(drafter_config), mesh)
-    return _Checkpoints(config, drafter_config, tokenizer, digest)
+    return _Checkpoints(config, drafter_config, tokenizer)
 
 
 def _read_drafter_config(directory: str | Path, rope_amplitude: float | None, sliding_causal: bool) -> DFlashConfig:

@@ -9,6 +9,7 @@
 
 import binascii
 import codecs
+import hashlib
 import json
 import operator
 import re
@@ -97,6 +98,11 @@ class Tokenizer:
             raise ValueError(f"directory is {str(directory)!r}; a directory that holds tiktoken.model is needed")
         ranks = _read_ranks(model)
         return cls(ranks, _read_special_names(config, len(ranks)) if config.is_file() else None)
+
+    def __repr__(self) -> str:
+        """The same for tokenizers whose ids stand for the same bytes, and for no others."""
+        digest = hashlib.sha256(repr(self._bytes).encode()).hexdigest()
+        return f"Tokenizer({len(self._bytes)} ids, sha256 {digest})"
 
     @property
     def vocab_size(self) -> int:

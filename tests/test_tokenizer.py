@@ -81,6 +81,18 @@ def test_ids_are_ranks_of_the_file_in_any_order_of_lines(tmp_path, tokenizer):
     for rank, token in enumerate(TOKENS):
         assert tokenizer.token_bytes(rank) == shuffled.token_bytes(rank) == token
     assert tokenizer.encode(" hello") == shuffled.encode(" hello") == [TOKENS.index(b" hello")]
+    assert repr(tokenizer) == repr(shuffled)
+
+
+def test_hosts_tell_tokenizers_apart(tmp_path, directory, tokenizer):
+    """By their ``repr``: two tokens in each other's places, or another name of a special one."""
+    swapped = model_lines([*TOKENS[:-2], TOKENS[-1], TOKENS[-2]])
+    (tmp_path / "swapped").mkdir()
+    others = (
+        Tokenizer.from_directory(write_model(tmp_path / "swapped", swapped)),
+        Tokenizer.from_directory(write_config(directory, named({NUM_BASE + 7: "<|seven|>"}))),
+    )
+    assert len({repr(one) for one in (tokenizer, *others)}) == 3
 
 
 @pytest.mark.parametrize(
