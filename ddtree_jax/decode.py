@@ -249,7 +249,10 @@ def draft_once(models: Models, root_B: Array, length_B: Array, drafter_cache: Ca
 
 
 def begin(models: Models, context: Context, sampling: SamplingArrays, plan: Plan, capacity: int) -> State:
-    """Draws each sequence's first token behind its prompt and makes the state of the loop, which takes the caches over."""
+    """Draws each sequence's first token behind its prompt and makes the state of the loop, which takes the caches over.
+
+    ``plan`` is undrafted, so that one program serves all: a loop of another plan needs a `no_round` of its own.
+    """
     batch = context.length_B.shape[0]
     zeros_B = jnp.zeros(batch, jnp.int32)
     logits_B1V = models.target.unembed(context.hidden_BD[:, None])
@@ -274,7 +277,7 @@ def begin(models: Models, context: Context, sampling: SamplingArrays, plan: Plan
     )
     # The last prompt token stands where a tree's root would: one position before the token that is drawn.
     root = tree_lib.root_only(zeros_B)
-    *_, first = _accept(logits_B1V, root, context.length_B - 1, state, sampling, plan.undrafted)
+    *_, first = _accept(logits_B1V, root, context.length_B - 1, state, sampling, plan)
     return _emit(replace(state, root_B=first.token_BM[:, 0]), first, zeros_B + 1, sampling)
 
 

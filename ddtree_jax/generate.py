@@ -233,9 +233,10 @@ class Engine:
         """The loop's program for ``batch`` sequences, to be lowered and compiled; the models' arrays may be abstract."""
         plan = self._plan(decode_config, False)
         sampling = jax.eval_shape(lambda: self._sampling_arrays([SamplingParams()] * batch, [[0]] * batch))
-        begin = functools.partial(decode.begin, plan=plan, capacity=self.max_length)
+        begin = functools.partial(decode.begin, plan=plan.undrafted, capacity=self.max_length)
         context = jax.eval_shape(lambda models: decode.init_context(models, batch, self.max_length), self.models)
         state = jax.eval_shape(begin, self.models, context, sampling)
+        state = replace(state, last=jax.eval_shape(functools.partial(decode.no_round, batch, plan)))
         inputs = self._placement.describe((sampling, np.int32(0), np.int32(0)))
         with self._precision():
             return self._decode_rounds.trace(self.models, self._placement.describe_batch(state), *inputs, plan=plan)

@@ -100,8 +100,9 @@ def start(models: decode.Models, plan: decode.Plan, context: int, capacity: int)
         empty, target_cache=[], drafter_cache=[], length_B=jnp.array([context], jnp.int32), hidden_BD=hidden_BD
     )
     begin = jax.jit(decode.begin, static_argnames=("plan", "capacity"))
-    state = begin(models, bare, sampling, plan=plan, capacity=capacity)
-    return replace(state, target_cache=empty.target_cache, drafter_cache=empty.drafter_cache), sampling
+    state = begin(models, bare, sampling, plan=plan.undrafted, capacity=capacity)
+    state = replace(state, target_cache=empty.target_cache, drafter_cache=empty.drafter_cache)
+    return replace(state, last=decode.no_round(1, plan)), sampling
 
 
 def stages_of(program: str) -> dict[str, str]:

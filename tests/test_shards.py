@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +133,8 @@ def loop_of(mesh: Mesh | None, place: Place) -> tuple[Callable[..., State], deco
     def begin(models: decode.Models) -> State:
         empty = decode.init_context(models, 10, CAPACITY)
         context, _ = decode.prefill(models, empty, prompt_B1, jnp.ones(10, jnp.int32))
-        return decode.begin(models, context, SAMPLING, plan, CAPACITY)
+        state = decode.begin(models, context, SAMPLING, plan.undrafted, CAPACITY)
+        return replace(state, last=decode.no_round(10, plan))
 
     def run(models: decode.Models, state: State) -> State:
         return decode.decode_rounds(models, state, SAMPLING, jnp.int32(7), jnp.int32(CAPACITY), plan)
