@@ -1,4 +1,7 @@
-"""CPU with eight host devices, programs compiled quickly; implicit rank and dtype promotion are errors."""
+"""CPU with eight host devices, programs compiled quickly; implicit rank and dtype promotion are errors.
+
+``ALL_PASSES=1`` compiles as a user's process does.
+"""
 
 import os
 
@@ -8,6 +11,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
     + " --xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+    * (not os.environ.get("ALL_PASSES"))
 )
 
 from collections.abc import Iterator
