@@ -109,8 +109,8 @@ class Engine:
             common with a sequence of it. In bfloat16 its rows may differ from those of a prefill by rounding.
           kernels: whether attention and experts are computed by GPU kernels (True) or in plain JAX (False). None takes the
             kernels where they run: on a GPU, in bfloat16, with shapes that they take. With them, small projections of few
-            tokens take theirs on a Hopper GPU. Kernels for trees, draws and committed
-            rows give what plain JAX gives, and are taken wherever they run, unless this is False.
+            tokens and the drafter's attention take theirs if they can, on which True does not insist. Kernels for trees,
+            draws and committed rows give what plain JAX gives, and are taken wherever they run, unless this is False.
           drafter_rope_amplitude: factor on the drafter's cos and sin, instead of what its config gives; some published
             drafters want 0.1 ln(factor) + 1.
           drafter_sliding_causal: whether sliding layers of the drafter are causal inside a block.
