@@ -224,19 +224,26 @@ def _lines(
     for count, x_TK, our_program, their_program in zip(nodes, tokens, ours, references, strict=True):
         times = kernel_seconds(our_program, [(x_TK, *copy) for copy in packed], runs)
         reference = kernel_seconds(their_program, [(x_TK, *copy) for copy in theirs[1]], runs)
-        seconds, num_bytes = sum(times.values()), case.bytes(count)
         yield {
             "benchmark": "skinny_gemm",
             "case": {"projection": case.name, "nodes": count, "cluster": cluster, "seed": 0},
-            "seconds": seconds,
-            "reference_seconds": sum(reference.values()),
-            "ceiling_seconds": num_bytes / BYTES_PER_SECOND,
-            "ceiling": f"{num_bytes / 1e6:.1f} MB at {BYTES_PER_SECOND / 1e12} TB/s",
-            "fraction_of_ceiling": num_bytes / BYTES_PER_SECOND / seconds,
-            "kernels": times,
+            **_compare(times, reference, case.bytes(count)),
             "runs": runs,
             "error": error(our_program(x_TK, *packed[0]), float64(case, x_TK, weights[0])),
         }
+
+
+def _compare(times: dict[str, float], reference: dict[str, float], num_bytes: int) -> dict[str, Any]:
+    """Part of a line: seconds of our kernels, of the reference's and of the bytes."""
+    seconds, ceiling = sum(times.values()), num_bytes / BYTES_PER_SECOND
+    return {
+        "seconds": seconds,
+        "reference_seconds": sum(reference.values()),
+        "ceiling_seconds": ceiling,
+        "ceiling": f"{num_bytes / 1e6:.1f} MB at {BYTES_PER_SECOND / 1e12} TB/s",
+        "fraction_of_ceiling": ceiling / seconds,
+        "kernels": times,
+    }
 
 
 def choose_and_multiply(config: Config, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -286,16 +293,10 @@ def measure_choice(nodes: Sequence[int], runs: int) -> Iterator[dict[str, Any]]:
         pairs = zip(one(*inputs[0]), two(*inputs[0]), strict=True)
         num_different = sum(int(jnp.sum(a != b)) for a, b in pairs)
         assert num_different == 0, f"{count} nodes: {num_different} numbers differ"
-        seconds, num_bytes = sum(times.values()), SHARED_DOWN.bytes(count)
         yield {
             "benchmark": "skinny_gemm",
             "case": {"projection": "shared down, choice", "nodes": count, "cluster": config.cluster, "seed": 0},
-            "seconds": seconds,
-            "reference_seconds": sum(reference.values()),
-            "ceiling_seconds": num_bytes / BYTES_PER_SECOND,
-            "ceiling": f"{num_bytes / 1e6:.1f} MB at {BYTES_PER_SECOND / 1e12} TB/s",
-            "fraction_of_ceiling": num_bytes / BYTES_PER_SECOND / seconds,
-            "kernels": times,
+            **_compare(times, reference, SHARED_DOWN.bytes(count)),
             "reference_kernels": reference,
             "runs": runs,
             "error": num_different,
