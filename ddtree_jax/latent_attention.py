@@ -13,15 +13,17 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import KimiConfig
 from ddtree_jax.layers import Layer, Turns, everywhere, gain
+from ddtree_jax.pallas.latent_query import LatentQuery, latent_query
 from ddtree_jax.pallas.latent_rows import LatentRows, latent_rows
 from ddtree_jax.pallas.tree_mla import ROW_MULTIPLE, SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
 from ddtree_jax.pallas.tree_mla_split import Query
-from ddtree_jax.projections import Product, Projection, named
+from ddtree_jax.projections import Packed, Product, Projection, named
 from ddtree_jax.sharding import RULES, ArrayInfo
 
 # Kernels take seconds to lower; these are lowered once for all layers.
 _tree_mla = jax.jit(tree_mla, static_argnames=("scale",))
 _latent_rows = jax.jit(latent_rows, static_argnames=("eps", "multiple", "has_kernels"))
+_latent_query = jax.jit(latent_query, static_argnames=("outputs", "num_heads", "eps", "multiple", "has_kernels"))
 
 
 class Attention(Layer):
@@ -64,21 +66,25 @@ class Attention(Layer):
         length_B: Int32[Array, "B"],
         cache_BSW: Float[Array, "B S W"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T W"]]:
-        made = self._make_rows(*self.multiply("qkv_a", x_BTD), turns)
-        q_BTHP, q_BTHR = self.multiply("q_b", made.query_BTA)
-        (q_BTHC,) = self.multiply("key_up", q_BTHP)
-        query = Query(q_BTHC, q_BTHR, *turns)
+        made = self._make_query(*self.multiply("qkv_a", x_BTD), turns)
+        query = Query(made.latent_BTHC, made.rotary_BTHR, *turns)
         attended_BTHC = self._attend(query, cache_BSW, made.rows_BTW, length_B, visible_BTt, made.tile_BtW)
         (value_BTHU,) = self.multiply("value_up", attended_BTHC)
         (y_BTD,) = self.multiply("o", value_BTHU)
         return y_BTD, made.rows_BTW
 
-    def _make_rows(self, query_BTA: Array, latent_BTW: Array, turns: Turns) -> LatentRows:
-        """From both first projections."""
-        make = functools.partial(
-            _latent_rows, eps=self.config.latent_norm_eps, multiple=ROW_MULTIPLE, has_kernels=self.has_kernels
-        )
-        return everywhere(make, self.mesh)(query_BTA, latent_BTW, self.q_norm_A[...], self.kv_norm_C[...], *turns)
+    def _make_query(self, query_BTA: Array, latent_BTW: Array, turns: Turns) -> LatentQuery:
+        """From both first projections; a shard makes its own heads' part, and the rows all alike."""
+        arrays = query_BTA, latent_BTW, self.q_norm_A[...], self.kv_norm_C[...], *turns
+        options = {"eps": self.config.latent_norm_eps, "multiple": ROW_MULTIPLE, "has_kernels": self.has_kernels}
+        if "q_b" in self.packed:
+            packed = self.packed["q_b"], self.packed["key_up"]
+            make = _with_own_blocks(functools.partial(_latent_query, **options), *packed)
+            return make(*arrays, *(one.blocks for one in packed))
+        made: LatentRows = everywhere(functools.partial(_latent_rows, **options), self.mesh)(*arrays)
+        q_BTHP, q_BTHR = self.multiply("q_b", made.query_BTA)
+        (q_BTHC,) = self.multiply("key_up", q_BTHP)
+        return LatentQuery(made.rows_BTW, made.tile_BtW, q_BTHC, q_BTHR)
 
     def _attend(self, query: Query, *arrays: Array) -> Float[Array, "B T H C"]:
         attend = _tree_mla if self.has_kernels else tree_mla_reference
@@ -93,6 +99,19 @@ def _with_own_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable
     heads, whole = PartitionSpec(None, None, RULES["heads"]), PartitionSpec()
     in_specs = Query(heads, heads, whole, whole), *(whole,) * 5
     return jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+
+
+def _with_own_blocks(make: Callable[..., LatentQuery], q_b: Packed, key_up: Packed) -> Callable[..., LatentQuery]:
+    """``make`` of whole arrays and every shard's own blocks; rows are whole, heads a shard's own."""
+    whole, (latent,), (_, rotary) = PartitionSpec(), key_up.form.result_specs, q_b.form.result_specs
+    outputs = *q_b.form.outputs, *key_up.form.outputs
+    return jax.shard_map(
+        functools.partial(make, outputs=outputs, num_heads=key_up.form.num_groups),
+        mesh=q_b.form.mesh,
+        in_specs=(*(whole,) * 6, q_b.form.blocks_spec, key_up.form.blocks_spec),
+        out_specs=LatentQuery(whole, whole, latent, rotary),
+        check_vma=False,
+    )
 
 
 def check_attention(config: KimiConfig, mesh: Mesh) -> None:

@@ -14,8 +14,8 @@ from experiments.synthetic import count_bytes
 # Natural arrays, and packed ones by their projections.
 _TARGET = {
     "qkv_a": "q_a and kv_a",
-    "q_b": "q_b",
-    "key_up": "absorbed products",
+    "q_b": "latent rows, q_b and key_up",
+    "key_up": "latent rows, q_b and key_up",
     "value_up": "absorbed products",
     "o": "o",
     "router_shared": "router's logits, shared gate and up",
@@ -24,8 +24,8 @@ _TARGET = {
     "down": "dense MLP",
     "q_a_DA": "q_a and kv_a",
     "kv_a_DW": "q_a and kv_a",
-    "q_b_AHO": "q_b",
-    "key_up_HPC": "absorbed products",
+    "q_b_AHO": "latent rows, q_b and key_up",
+    "key_up_HPC": "latent rows, q_b and key_up",
     "value_up_HUC": "absorbed products",
     "o_HUD": "o",
     "router_ED": "router",

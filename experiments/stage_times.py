@@ -29,8 +29,10 @@ _NOT_KERNELS |= {"kSequential"}
 _TARGET = {
     "embedding": "embedding",
     "qkv_a": "q_a and kv_a",
-    "q_b": "q_b",
-    "key_up": "absorbed products",
+    "jit(latent_rows)": "latent rows, q_b and key_up",
+    "jit(latent_query)": "latent rows, q_b and key_up",
+    "q_b": "latent rows, q_b and key_up",
+    "key_up": "latent rows, q_b and key_up",
     "jit(tree_mla)": "attention",
     "value_up": "absorbed products",
     "o": "o",

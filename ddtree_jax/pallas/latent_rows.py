@@ -36,7 +36,7 @@ from ddtree_jax.pallas.simt import FLOAT, INT, UINT
 
 _WARPGROUP, _LANES, _MAX_WARPS = 128, 32, 32
 _WORDS = UNIT // 2
-_INFINITE, _NAN = 0x7F80, 0x7FC0
+_INFINITE, NAN = 0x7F80, 0x7FC0
 
 
 class LatentRows(NamedTuple):
@@ -111,7 +111,7 @@ def make_rows(
     )
     gain = t.branch(is_query, lambda: load_unit(t, query_gain, column), zeros)
     gain = t.branch(is_latent, lambda: load_unit(t, latent_gain, column), gain)
-    turn = t.branch(is_key, lambda: _load_turn(t, cos, sin, token * half + (column >> 1)), zeros)
+    turn = t.branch(is_key, lambda: load_turn(t, cos, sin, token * half + (column >> 1)), zeros)
 
     store_warp_sum(t, t.select(is_inside, add_squares(values), 0.0), sums)
     t.barrier()
@@ -131,14 +131,14 @@ def make_rows(
     _store_flags(t, shape, is_row, words, flags)
     t.barrier()
     any_bad = t.warp_maximum(t.load(flags, t.minimum(t.thread() & 31, shape.num_threads // _LANES - 1)))
-    filler = t.select(is_key, t.value(UINT, _NAN << 16 | _NAN), 0)
+    filler = t.select(is_key, t.value(UINT, NAN << 16 | NAN), 0)
     kept = [t.select(t.is_equal(any_bad, 0), word, filler) for word in words]
     kept = [t.select(is_token, word, t.value(UINT, 0)) for word in kept]
     with t.when(is_row):
         t.store_vector(out_tile, ((sequence * shape.num_rows + row) * width + in_row) >> 1, kept)
 
 
-def _load_turn(t: Any, cos: Any, sin: Any, index: Any) -> list:
+def load_turn(t: Any, cos: Any, sin: Any, index: Any) -> list:
     """Cosines and sines of a unit's four pairs."""
     return t.load_vector(cos, index, _WORDS) + t.load_vector(sin, index, _WORDS)
 
@@ -149,14 +149,18 @@ def turn_unit(values: list, turn: list) -> list:
     return [x for a, b, cos, sin in pairs for x in (a * cos - b * sin, b * cos + a * sin)]
 
 
-def _store_flags(t: Any, shape: Parts, is_row: Any, words: list, flags: Any) -> None:
-    """1 for every warp that has something not finite in a row of the cache."""
+def is_not_finite(t: Any, words: list) -> Any:
+    """Whether one of the bfloat16 in a thread's words is infinite or NaN."""
     exponents = [word & bits for word in words for bits in (_INFINITE, _INFINITE << 16)]
     limits = [_INFINITE, _INFINITE << 16] * len(words)
-    is_bad = functools.reduce(
+    return functools.reduce(
         operator.or_, [t.is_equal(exponent, limit) for exponent, limit in zip(exponents, limits, strict=True)]
     )
-    flag = t.warp_maximum(t.cast(is_row & is_bad, UINT))
+
+
+def _store_flags(t: Any, shape: Parts, is_row: Any, words: list, flags: Any) -> None:
+    """1 for every warp that has something not finite in a row of the cache."""
+    flag = t.warp_maximum(t.cast(is_row & is_not_finite(t, words), UINT))
     with t.when(t.is_equal(t.thread() & 31, 0)):
         t.store(flags, t.thread() >> 5, flag)
 

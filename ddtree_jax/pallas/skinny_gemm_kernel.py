@@ -41,7 +41,7 @@ from ddtree_jax.pallas.skinny_gemm_sums import finish
 _WGMMA = plgpu.Layout.WGMMA
 
 
-def _stage_sums(sums_ref: Any, acc: Array, shape: Shape) -> None:
+def stage_sums(sums_ref: Any, acc: Array, shape: Shape) -> None:
     """The sums [64, tokens] to shared memory, token by token."""
 
     @w.inline(1, 0, (_WGMMA,))
@@ -132,32 +132,35 @@ def _finish_alone(shape: Shape, t: Any, tile: Any, rank: Any, sums: simt.Memory,
 
 
 def _finish_cluster(shape: Shape, t: Any, tile: Any, rank: Any, sums: simt.Memory, *outs: Any) -> None:
-    def load(i: int, index: simt.Value) -> list[simt.Value]:
-        loaded = mgpu.utils.inline_ptx(
-            "{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
-            "ld.shared::cluster.v4.f32 {$0,$1,$2,$3}, [there]; }",
-            sums.at(index),
-            w.i32(i),
-            result_types=[w.f32()] * 4,
-            has_side_effects=True,
-        )
-        return [simt.Value(value, FLOAT) for value in loaded]
-
-    finish(t, shape, tile, rank, load, functools.partial(_cluster_barrier, "arrive.release"), *outs)
+    load = functools.partial(load_from_cluster, sums)
+    finish(t, shape, tile, rank, load, functools.partial(cluster_barrier, "arrive.release"), *outs)
 
 
-def _cluster_barrier(*actions: str) -> None:
+def load_from_cluster(sums: simt.Memory, rank: simt.Value | int, index: simt.Value) -> list[simt.Value]:
+    """Four floats from ``index`` on of what lies in the place of ``sums`` in a block of the cluster."""
+    loaded = mgpu.utils.inline_ptx(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
+        "ld.shared::cluster.v4.f32 {$0,$1,$2,$3}, [there]; }",
+        sums.at(index),
+        w.i32(rank) if isinstance(rank, int) else rank.code,
+        result_types=[w.f32()] * 4,
+        has_side_effects=True,
+    )
+    return [simt.Value(value, FLOAT) for value in loaded]
+
+
+def cluster_barrier(*actions: str) -> None:
     """A thread's part in the barrier of a cluster's threads: it tells what it has done, or waits to see what all have."""
     for action in actions:
         mgpu.utils.inline_ptx(f"barrier.cluster.{action};", has_side_effects=True, convergent=True)
 
 
-def _at_cluster_barrier(*actions: str) -> None:
-    w.inline(0, 0)(functools.partial(_cluster_barrier, *actions))()
+def at_cluster_barrier(*actions: str) -> None:
+    w.inline(0, 0)(functools.partial(cluster_barrier, *actions))()
 
 
 def _run(block: _Block, warpgroup: Array, outs: Sequence[Any]) -> None:
-    is_cluster, stage = block.shape.cluster > 1, functools.partial(_stage_sums, block.sums_s, shape=block.shape)
+    is_cluster, stage = block.shape.cluster > 1, functools.partial(stage_sums, block.sums_s, shape=block.shape)
     pl.when(warpgroup == 1)(block.fetch)
     if not is_cluster:
 
@@ -169,11 +172,11 @@ def _run(block: _Block, warpgroup: Array, outs: Sequence[Any]) -> None:
 
         return
     pl.when(warpgroup == 0)(lambda: stage(acc=block.multiply()))
-    _at_cluster_barrier("arrive.release", "wait.acquire")
+    at_cluster_barrier("arrive.release", "wait.acquire")
     pl.when(warpgroup == 0)(lambda: block.finish(outs))
-    pl.when(warpgroup == 1)(lambda: _at_cluster_barrier("arrive.release"))
+    pl.when(warpgroup == 1)(lambda: at_cluster_barrier("arrive.release"))
     # No block may end while another one reads its sums.
-    _at_cluster_barrier("wait.acquire")
+    at_cluster_barrier("wait.acquire")
 
 
 def launch(

@@ -34,10 +34,10 @@ def finish(t: Any, shape: Shape, tile: Any, rank: Any, load: Callable, let_go: C
 
 
 def _places(t: Any, shape: Shape, rank: Any) -> list[tuple[Any, Any]]:
-    """Token and first of four rows, of every turn of a thread of a block of the cluster."""
+    """Token and first of four rows, of every turn of a thread of a warpgroup of the cluster, one in each block."""
     places = []
     for turn in range(-(-shape.num_tokens * _VECTORS_A_TOKEN // (WARPGROUP * shape.cluster))):
-        index = t.thread() + (rank + turn * shape.cluster) * WARPGROUP
+        index = (t.thread() & (WARPGROUP - 1)) + (rank + turn * shape.cluster) * WARPGROUP
         token = t.divide(index, _VECTORS_A_TOKEN)
         places.append((token, (index - token * _VECTORS_A_TOKEN) * 4))
     return places
@@ -55,7 +55,7 @@ def _write(t: Any, shape: Shape, row: Any, token: Any, values: Sequence[Any], ou
         with t.when(is_inside):
             at = token * output.width + column
             if np.dtype(output.dtype).itemsize == 2:
-                words = [_pack(t, *kept[i : i + 2]) for i in range(0, len(kept), 2)]
+                words = [pack_sums(t, *kept[i : i + 2]) for i in range(0, len(kept), 2)]
                 t.store_vector(out, at >> 1, words)
             else:
                 t.store_vector(out, at, [t.bits(value, UINT) for value in kept])
@@ -66,7 +66,7 @@ def _silu(t: Any, x: Any) -> Any:
     return x / (t.exp2(x * -1.4426950408889634) + 1.0)
 
 
-def _pack(t: Any, low: Any, high: Any) -> Any:
+def pack_sums(t: Any, low: Any, high: Any) -> Any:
     """Two floats as bfloat16 in a word, rounded to the nearest, to even in the middle."""
 
     def narrow(x: Any) -> Any:
