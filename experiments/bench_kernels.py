@@ -26,6 +26,7 @@ from experiments import (
     bench_commit,
     bench_int4_moe,
     bench_int4_prefill,
+    bench_latent_query,
     bench_layer,
     bench_prefill_attention,
     bench_sample,
@@ -72,6 +73,7 @@ def measure() -> Iterator[dict[str, Any]]:
         yield from bench_skinny_gemm.measure(nodes, _RUNS.value)
         yield from bench_skinny_gemm.measure_many(_RUNS.value)
         yield from bench_skinny_gemm.measure_choice(nodes, _RUNS.value)
+        yield from bench_latent_query.measure(nodes, _RUNS.value)
         return
     if _KERNEL.value == "layer":
         if _CHECK.value:

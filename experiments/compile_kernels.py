@@ -8,6 +8,7 @@ Needs a CUDA plugin (the extra ``cuda12`` or ``cuda13``), no GPU. One device a p
 takes more shared memory than the device gives one.
 """
 
+import itertools
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ from experiments import (
     bench_block_attention,
     bench_commit,
     bench_int4_moe,
+    bench_latent_query,
     bench_layer,
     bench_sample,
     bench_skinny_gemm,
@@ -45,9 +47,9 @@ class Case(NamedTuple):
 
 
 def _hopper_cases(device: Device) -> Iterator[tuple[str, Callable[..., Any], tuple]]:
-    """Of `skinny_gemm`, which is written for Hopper's ``wgmma`` alone."""
+    """Of `skinny_gemm` and what has its products, written for Hopper's ``wgmma`` alone."""
     _check_capability("skinny_gemm", device, device.capability[0] == 9, "9.0")
-    return bench_skinny_gemm.cases_to_compile()
+    return itertools.chain(bench_skinny_gemm.cases_to_compile(), bench_latent_query.cases_to_compile())
 
 
 def _copying_cases(device: Device) -> Iterator[tuple[str, Callable[..., Any], tuple]]:

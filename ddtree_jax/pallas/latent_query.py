@@ -88,7 +88,7 @@ def latent_query(
 
     def apart(*arrays: Array) -> LatentQuery:
         made = latent_rows(*arrays[:6], eps=eps, multiple=multiple, has_kernels=has_kernels)
-        return _multiply(skinny_gemm, made, *arrays[6:], outputs, num_heads)
+        return multiply_query(skinny_gemm, made, *arrays[6:], outputs, num_heads)
 
     return simt.choose(kernel, apart, *arrays, has_kernels=has_kernels)
 
@@ -96,12 +96,13 @@ def latent_query(
 def latent_query_reference(*arrays: Array, outputs: Outputs, num_heads: int, eps: float, multiple: int) -> LatentQuery:
     """`latent_query` in plain JAX."""
     made = latent_rows_reference(*arrays[:6], eps=eps, multiple=multiple)
-    return _multiply(skinny_gemm_reference, made, *arrays[6:], outputs, num_heads)
+    return multiply_query(skinny_gemm_reference, made, *arrays[6:], outputs, num_heads)
 
 
-def _multiply(
+def multiply_query(
     multiply: Callable[..., list[Array]], made: LatentRows, q_b: Array, key_up: Array, outputs: Outputs, num_heads: int
 ) -> LatentQuery:
+    """Both products behind `latent_rows`, by a function like `skinny_gemm`."""
     B, T, A = made.query_BTA.shape
     with jax.named_scope("q_b"):
         plain, rotary = multiply(made.query_BTA.reshape(B * T, A), q_b, outputs[:2])
