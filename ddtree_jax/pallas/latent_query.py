@@ -52,8 +52,13 @@ class LatentQuery(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Warpgroups of a block, rows that a warp loads before it adds up the first; ``product`` is that of `skinny_gemm`."""
+    """Warpgroups of a block, rows that a warp loads before it adds up the first; ``product`` is that of `skinny_gemm`.
 
+    Of 24 to ``max_tokens`` tokens one launch takes as long as three without the gaps between them, of more it takes longer:
+    each block adds up all of its cluster's sums, which come over from other multiprocessors.
+    """
+
+    max_tokens: int = 32
     num_warpgroups: int = 4
     rows_in_flight: int = 2
     product: skinny_gemm_shape.Config = skinny_gemm_shape.Config()
@@ -153,7 +158,9 @@ def choose_latent_shape(
     Raises:
       NotImplementedError: the kernel does not take this input. It is named.
     """
-    widths = [output.width for output in outputs]
+    num_tokens, widths = batch * rows.num_tokens, [output.width for output in outputs]
+    if not 1 <= num_tokens <= config.max_tokens:
+        raise NotImplementedError(f"{num_tokens} tokens; 1 to {config.max_tokens} are taken")
     if num_heads % 2 or widths != [width * num_heads for width in (2 * SIDE, SIDE, rows.latent)]:
         raise NotImplementedError(
             f"{num_heads} heads, {widths} for all; an even number of {2 * SIDE}, {SIDE} and {rows.latent} is needed"
@@ -163,7 +170,7 @@ def choose_latent_shape(
             f"rows of {rows.latent} + {rows.rotary}; a multiple of {GROUP}, and of {UNIT} up to {GROUP} are needed"
         )
     product = choose_config(q_b, config.product)
-    tokens = (jax.ShapeDtypeStruct((batch * rows.num_tokens, width), q_b.dtype) for width in (rows.query, widths[0]))
+    tokens = (jax.ShapeDtypeStruct((num_tokens, width), q_b.dtype) for width in (rows.query, widths[0]))
     shape = Shape(
         rows=rows,
         batch=batch,
