@@ -67,7 +67,7 @@ def in_three(config: Config, *arrays: jax.Array) -> LatentQuery:
 
 def cases_to_compile() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
     """Names, functions and arguments' shapes."""
-    for nodes in (1, 16, 32):
+    for nodes in (1, 16, 24):
         arrays = jax.eval_shape(lambda nodes=nodes: (*draw(nodes), *draw_weights(0)))
         yield f"latent rows, q_b and key_up, {nodes} nodes", functools.partial(in_one, Config()), arrays
 

@@ -84,7 +84,7 @@ def _place(shape: Shape, block: Any, token: Any, column: Any) -> Any:
     return (block * (shape.q_b.num_tokens * SIDE) + token * SIDE + (column ^ ((token & 7) * UNIT))) >> 1
 
 
-def _add_pairs(values: Sequence[Any]) -> Any:
+def add_pairs(values: Sequence[Any]) -> Any:
     """Adds neighbours, then neighbours' sums, as lanes do that hold one each and zeros behind them."""
     values = list(values)
     while len(values) > 1:
@@ -95,7 +95,7 @@ def _add_pairs(values: Sequence[Any]) -> Any:
 def _scale(t: Any, units: Sequence[list], width: int, eps: float) -> Any:
     """Reciprocal of the root of a row's mean square, of which a lane has a unit in each group."""
     sums = [simt.warp_reduce(t, add_squares(values), operator.add) for values in units]
-    return t.rsqrt(_add_pairs(sums) * (1 / width) + eps)
+    return t.rsqrt(add_pairs(sums) * (1 / width) + eps)
 
 
 def norm_tokens(t: Any, part: Any, query: Any, gain: Any, tokens: Any, *, shape: Shape) -> None:
