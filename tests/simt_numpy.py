@@ -71,6 +71,9 @@ class NumpyThreads:
     def bits(self, a: np.ndarray, kind: np.dtype) -> np.ndarray:
         return a.view(kind)
 
+    def fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
     def exp2(self, a: np.ndarray) -> np.ndarray:
         return np.exp2(a)
 

@@ -7,14 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from simt_numpy import launch, shared
 
 from ddtree_jax import dflash
 from ddtree_jax.config import DFlashConfig, RopeConfig
 from ddtree_jax.layers import Turns
 from ddtree_jax.pallas import block_attention as attention
 from ddtree_jax.pallas import block_attention_kernel as kernel
-from ddtree_jax.pallas import block_attention_sum as sums
 from ddtree_jax.sharding import initialize, make_mesh
 
 WIDTH, EPS = 128, 1e-5
@@ -117,33 +115,6 @@ def test_plain_jax_agrees_with_float64(window, is_causal):
     assert max(errors(out, expected)) < 5e-3
 
 
-@pytest.mark.parametrize(("window", "num_splits"), [(None, 9), (70, 4), (None, 1), (None, 21)])
-def test_splits_add_up(window, num_splits):
-    """The kernel's own code on numpy; splits that had no tiles hold NaN, which is not read."""
-    rng = np.random.default_rng(num_splits)
-    heads, lengths = 2, np.array([0, 130, 320], np.int32)
-    splits = sums.Splits(num_slots=320, window=window, tile=16, num_splits=num_splits)
-    shape = sums.Sum(splits=splits, heads=heads, num_rows=3, num_warps=4)
-    part = rng.standard_normal((6, 3, num_splits, WIDTH), np.float32)
-    lse = np.repeat(5 * rng.standard_normal((6, 3, num_splits, 1), np.float32), sums.COPIES, axis=-1)
-    expected = np.asarray(sums.sum_splits_reference(*map(jnp.asarray, (part, lse, lengths)), splits), np.float32)
-    for block, length in enumerate(np.repeat(lengths, heads)):
-        first = 0 if window is None else max(0, length - window + 1) // 16
-        num_tiles = -(-length // 16) - first + 1
-        used = -(-num_tiles // -(-num_tiles // num_splits))
-        part[block, :, used:], lse[block, :, used:] = np.nan, np.nan
-        weight = np.exp2(lse[block, :, :used, 0].astype(np.float64))
-        exact = np.einsum("ns,nsR->nR", weight / weight.sum(-1, keepdims=True), part[block, :, :used])
-        assert np.linalg.norm(expected[block] - exact) < 4e-3 * np.linalg.norm(exact)
-
-    def block(t, *args):
-        scratch = (shared(size, np.float32) for size in (4 * WIDTH, 4, 4))
-        sums.sum_splits(t, shape, *args, *scratch)
-
-    (out,) = launch(block, 128, (3, 6), [part, lse, lengths], [((6, 3, WIDTH), jnp.bfloat16)])
-    np.testing.assert_allclose(out.astype(np.float32), expected, rtol=2.0**-7, atol=1e-6)
-
-
 def drafter_config(sliding: bool) -> DFlashConfig:
     return DFlashConfig(
         vocab_size=17, hidden_size=16, num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=8,
@@ -201,6 +172,11 @@ def test_unsupported_input_is_named(monkeypatch):
             values[..., :64],
             length,
         )
+    for i, name in ((5, "cosines"), (6, "sines")):
+        with pytest.raises(NotImplementedError, match=f"{name} are bfloat16"):
+            run(*arrays[:i], arrays[i].astype(jnp.bfloat16), *arrays[i + 1 :], keys, values, length)
+    with pytest.raises(ValueError, match=r"cosines have the shape \(1, 3, 32\); \(1, 3, 64\) is needed"):
+        run(*arrays[:5], *(x[..., :32] for x in arrays[5:]), keys, values, length)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     with pytest.raises(NotImplementedError, match="2 devices outside shard_map"):
         run(*arrays, keys, values, length)

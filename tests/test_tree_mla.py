@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, PartitionSpec
-from simt_numpy import Memory, NumpyThreads, shared
+from simt_numpy import Memory, NumpyThreads
 
 from ddtree_jax.pallas import latent_rows
 from ddtree_jax.pallas import tree_mla as mla
 from ddtree_jax.pallas import tree_mla_hopper as hopper
 from ddtree_jax.pallas import tree_mla_portable as portable
 from ddtree_jax.pallas import tree_mla_split as split
-from ddtree_jax.pallas.simt import FLOAT, UINT
+from ddtree_jax.pallas.simt import UINT
 from ddtree_jax.pallas.tree_mla_split import Query
 from ddtree_jax.pallas.tree_mla_turn import load_turn, turn_rows
 from experiments.check_tree_mla import random_tree
@@ -210,58 +210,14 @@ def test_mask_words_hold_the_visible_bits():
     assert not bits[:, :, 111:].any()
 
 
-def run_add_splits(part, lse, length, tree_tiles=2, tile=16):
-    """The combining kernel's code on numpy, a block a row."""
-    rows, splits, width = part.shape
-    shape = split.Parts(splits=splits, width=width, copies=8)
-    _, total, each = (int(x) for x in split.tile_counts(jnp.int32(length), tree_tiles, splits, tile))
-    lse = Memory(np.repeat(lse.reshape(-1), shape.copies))
-    part, out = (
-        Memory(part.view(UINT if part.dtype == jnp.bfloat16 else FLOAT).reshape(-1)),
-        shared(rows * width // 2, UINT),
-    )
-    for row in range(rows):
-        t = NumpyThreads(512)
-        scratch = (shared(size, FLOAT) for size in shape.scratch)
-        split.add_splits(t, shape, *(t.value(np.int32, x) for x in (row, total, each)), part, lse, out, *scratch)
-    return out.array.view(jnp.bfloat16).reshape(rows, width)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
-@pytest.mark.parametrize(("splits", "length"), [(2, 0), (9, 500), (66, 250), (66, 9000), (170, 2700), (170, 2703)])
-def test_splits_add_up(splits, length, dtype):
-    """Splits that had no tiles hold NaN, which must not be read, and their number does not matter."""
-    rng = np.random.default_rng(splits)
-    prefix, total, each = (int(x) for x in split.tile_counts(jnp.int32(length), 2, splits, 16))
-    used = -(-total // each)
-    assert prefix == -(-length // 16)
-    part = rng.standard_normal((2, splits, 256), np.float32).astype(dtype)
-    lse = rng.standard_normal((2, splits), np.float32) * 5
-    part[:, used:], lse[:, used:] = np.nan, np.nan
-    lse[1, used // 2] = split.LOWEST
-    out = run_add_splits(part, lse, length)
-    weight = np.exp2(lse[:, :used].astype(np.float64))
-    weight /= weight.sum(-1, keepdims=True)
-    expected = np.einsum("bs,bsc->bc", weight, part[:, :used].astype(np.float64))
-    assert error(out.astype(np.float64), expected) < 4e-3
-    if each == 1:
-        np.testing.assert_array_equal(run_add_splits(part[:, :used].copy(), lse[:, :used].copy(), length), out)
-    plain = split.combine_reference(
-        jnp.asarray(part)[None],
-        jnp.broadcast_to(jnp.asarray(lse)[None, ..., None], (1, *lse.shape, 8)),
-        jnp.asarray([length], jnp.int32),
-        tree_tiles=2,
-        tile=16,
-    )
-    assert error(np.asarray(plain[0], np.float64), expected) < 4e-3
-
-
 @pytest.mark.parametrize("num_slots", [64, 1024, 139264])
 @pytest.mark.parametrize("tree_tiles", [1, 2, 4])
 def test_a_cache_may_be_longer(num_slots, tree_tiles):
     """How the tiles are split depends on what is committed and on the GPU, not on slots that are unused."""
     lengths = jnp.arange(min(num_slots, 1 << 13) + 1, dtype=jnp.int32)
-    splits, most = (split.num_splits(1, 2, slots, tree_tiles, 64, 132) for slots in (num_slots, 1 << 20))
+    splits, most = (
+        split.num_splits(split.most_splits(1, 2, 132), slots, tree_tiles, 64) for slots in (num_slots, 1 << 20)
+    )
     *_, each = split.tile_counts(lengths, tree_tiles, splits, 64)
     *_, expected = split.tile_counts(lengths, tree_tiles, most, 64)
     np.testing.assert_array_equal(each, expected)
@@ -326,6 +282,21 @@ def test_kernels_lower_for_a_gpu(kernel, num_nodes, heads, num_slots):
 def test_unsupported_input_is_named(kernel, arrays, named):
     with pytest.raises(NotImplementedError, match=named):
         jax.eval_shape(functools.partial(kernel, scale=SCALE), *arrays)
+
+
+@pytest.mark.parametrize("kernel", [hopper.tree_mla_hopper, portable.tree_mla_portable], ids=["hopper", "portable"])
+@pytest.mark.parametrize("field", ["cos_BTr", "sin_BTr"])
+def test_cosines_and_sines_are_checked(kernel, field):
+    query, *rest = abstract(4, 8, 64)
+    name = {"cos_BTr": "cosines", "sin_BTr": "sines"}[field]
+    for size, dtype, error, named in (
+        ((1, 4, 32), jnp.bfloat16, NotImplementedError, f"{name} are bfloat16"),
+        ((1, 4, 16), jnp.float32, ValueError, rf"{name} have the shape \(1, 4, 16\); \(1, 4, 32\) is needed"),
+        ((1, 3, 32), jnp.float32, ValueError, rf"{name} have the shape \(1, 3, 32\)"),
+    ):
+        wrong = query._replace(**{field: jax.ShapeDtypeStruct(size, dtype)})
+        with pytest.raises(error, match=named):
+            jax.eval_shape(functools.partial(kernel, scale=SCALE), wrong, *rest)
 
 
 def test_one_place_chooses(monkeypatch):

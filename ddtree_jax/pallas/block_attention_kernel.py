@@ -7,7 +7,7 @@ its first slots are on their way, and who has the block's own tile does so with 
     compute  | queries   | tile 0 | tile 1 | tile 2          time ->
 
 Rows are pairs of a block's row and a head, 64 a multiprocessor; n stands for their axis, b for pairs (B, J). Slots are split
-among multiprocessors, and `block_attention_sum` adds the splits up: two launches. Bytes: 512 a slot and head, 1 MB of a
+among multiprocessors, and `split_sum` adds the splits up: two launches. Bytes: 512 a slot and head, 1 MB of a
 window of 2,048, 0.2 us; what takes time is one access to memory behind another.
 """
 
@@ -23,19 +23,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.block_attention_sum import (
-    COPIES,
-    LOWEST,
-    WIDTH,
-    Splits,
-    sum_splits_gpu,
-    sum_splits_reference,
-)
+from ddtree_jax.pallas.block_attention_split import Splits
+from ddtree_jax.pallas.split_sum import LOWEST, sum_splits, sum_splits_reference
+from ddtree_jax.pallas.split_sum import Config as SumConfig
 
 SLOT_MULTIPLE = 64
 """Slots of the cache must be a multiple of so many."""
 
-_ROWS = 64
+WIDTH = 128
+"""Of a head."""
+
+_ROWS, _COPIES = 64, 32  # Copies of a row's logarithm.
 _HALF = WIDTH // 2
 _CORE = 8  # Rows that swizzled shared memory is made of.
 _BF16 = jnp.bfloat16
@@ -86,13 +84,15 @@ def block_attention_gpu(
 
     Raises:
       NotImplementedError: for shapes, types and devices that the tiles do not fit; the offending value is named.
+      ValueError: there is not one cosine and one sine for each pair of each row.
     """
     batch, num_tokens, heads, group, width = query_BTJQR.shape
     config = config or _config()
     _check((query_BTJQR, key_BTJR, value_BTJR, query_gain_R, key_gain_R, keys_BSJR, values_BSJR), config.tile)
+    _check_turns(cos_BTr, sin_BTr, (batch, num_tokens, width // 2))
     num_rows, num_slots = pl.cdiv(num_tokens * group, _ROWS) * _ROWS, keys_BSJR.shape[1]
-    at_once = config.num_sms // (num_rows // _ROWS * heads * batch)
-    num_splits = max(1, min(at_once, Splits.most(num_slots, window, config.tile)))
+    most = max(1, config.num_sms // (num_rows // _ROWS * heads * batch))
+    num_splits = min(most, Splits.most(num_slots, window, config.tile))
     shape = _Shape(
         num_tokens=num_tokens,
         group=group,
@@ -117,11 +117,38 @@ def block_attention_gpu(
         config,
         interpret,
     )
+    out_BnR = _add_up(part_bnsR, lse_bnsc, length_B, shape, most, config, interpret)
+    out_BJnR = out_BnR.reshape(batch, heads, num_rows, width)[:, :, : num_tokens * group]
+    return jnp.moveaxis(out_BJnR.reshape(batch, heads, num_tokens, group, width), 1, 2)
+
+
+def _add_up(
+    part_bnsR: Array,
+    lse_bnsc: Array,
+    length_B: Array,
+    shape: _Shape,
+    most: int,
+    config: Config,
+    interpret: object,
+) -> Float[Array, "B n R"]:
+    """Sum over the splits, of which there are ``most`` if the cache is long; all heads' rows one after the other."""
+
+    def num_tiles(length: Array) -> Array:
+        return shape.splits.tiles(length, jnp.maximum)[1] + 1
+
+    part_BnsR, lse_Bnsc = (x.reshape(length_B.shape[0], -1, *x.shape[2:]) for x in (part_bnsR, lse_bnsc))
     # The sum's own code is not Pallas, which alone is interpreted.
-    add_up = sum_splits_gpu if interpret is None else sum_splits_reference
-    out_bnR = add_up(part_bnsR, lse_bnsc, length_B, shape.splits)
-    out_BJTQR = out_bnR[:, : num_tokens * group].reshape(batch, heads, num_tokens, group, width)
-    return jnp.moveaxis(out_BJTQR, 1, 2)
+    if interpret is not None:
+        return sum_splits_reference(part_BnsR, lse_Bnsc, length_B, num_tiles=num_tiles)
+    return sum_splits(
+        part_BnsR,
+        lse_Bnsc,
+        length_B,
+        num_tiles=num_tiles,
+        most=most,
+        name="block_attention_sum",
+        config=SumConfig(num_sms=config.num_sms),
+    )
 
 
 def _config() -> Config:
@@ -145,6 +172,14 @@ def _check(arrays: Sequence[Array], tile: int) -> None:
         raise NotImplementedError(f"the block has {query_BTJQR.shape[1]} rows; at most {tile} fit")
     if keys_BSJR.shape[1] % SLOT_MULTIPLE:
         raise NotImplementedError(f"the cache has {keys_BSJR.shape[1]} slots; a multiple of {SLOT_MULTIPLE} is needed")
+
+
+def _check_turns(cos_BTr: Array, sin_BTr: Array, expected: tuple[int, int, int]) -> None:
+    for name, turn_BTr in (("cosines", cos_BTr), ("sines", sin_BTr)):
+        if turn_BTr.shape != expected:
+            raise ValueError(f"{name} have the shape {turn_BTr.shape}; {expected} is needed")
+        if turn_BTr.dtype != jnp.float32:
+            raise NotImplementedError(f"{name} are {turn_BTr.dtype}; float32 is needed")
 
 
 def _pad_rows(x: Float[Array, "B J n R"], num_rows: int) -> Float[Array, "B J m R"]:
@@ -313,7 +348,7 @@ def _attend_splits(
             for acc, columns in zip(accs, halves, strict=True):
                 out_g[block, at_rows, s, columns] = acc * spread(1.0 / total_weight, acc)
             lse = jnp.maximum(top + jnp.log2(total_weight), LOWEST)
-            copies = lax.broadcast_in_dim(lse, (_ROWS, COPIES), [0])
+            copies = lax.broadcast_in_dim(lse, (_ROWS, _COPIES), [0])
             lse_g[block, at_rows, s] = plgpu.layout_cast(copies, acc_layout)
 
     def buffers(*shape):
@@ -324,7 +359,7 @@ def _attend_splits(
 
     kernel = plgpu.kernel(
         body,
-        out_type=(partial(WIDTH), partial(COPIES)),
+        out_type=(partial(WIDTH), partial(_COPIES)),
         grid=(num_splits, row_tiles, blocks),
         grid_names=("split", "row_tile", "block"),
         kernel_name="block_attention",

@@ -169,6 +169,10 @@ class Threads:
         """The same bits read as another type."""
         return Value(arith.bitcast(_type(kind), a.code), kind)
 
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """``a * b + c``, rounded once."""
+        return Value(math.fma(a.code, b.code, c.code), FLOAT)
+
     def exp2(self, a: Value) -> Value:
         return self._ptx("ex2.approx.f32 $0, $1;", FLOAT, a)
 

@@ -14,9 +14,14 @@ shared memory, in the place of the tile's rotary part, which is no longer needed
     L, R: left and right half of a tile's latents (each in two buffers); T: its rotary part; O_L, O_R: output
 
 The query's rotary part comes as its projection leaves it; the right warpgroup turns it while the first tile is on its way.
+It and the query's first part are fetched while the length is, the other parts in turn with those of the first tile: both are
+as large, and a product begins with the first parts. ::
+
+    copies           | length, Q.T, Q.L0 | L0, Q.L1, L1, Q.R0, R0, Q.R1, R1, T |
+    left warpgroup                              | Q.L0 L0' | Q.L1 L1' | ...                          time ->
 
 A tile is read once for all nodes and heads of a block: 73,728 bytes, its latents serving as keys and as values. With 16
-nodes of 8 heads (two row tiles) 4,096 tokens are 4.7 MB, 1.0 us at 4.57 TB/s. Splits are added by `tree_mla_split.combine`.
+nodes of 8 heads (two row tiles) 4,096 tokens are 4.7 MB, 1.0 us at 4.57 TB/s. Splits are added by `split_sum`.
 
 The maximum that weights refer to moves only where a tile's own is more than 2^8 times larger, so that the sums hardly ever
 have to be rescaled. With 64 heads products are what takes time: 64 rows by 64 slots read as much shared memory as they can.
@@ -34,20 +39,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
 from ddtree_jax.pallas import tree_mla_split as split
-from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.latent_rows import fill_tiles, turn_pairs
+from ddtree_jax.pallas.split_sum import LOWEST
 from ddtree_jax.pallas.tree_mla_split import Query
 from ddtree_jax.pallas.tree_mla_turn import TRANSFORMS, load_on_gpu, turn_on_gpu
+from ddtree_jax.pallas.tree_mla_weights import ROW, WGMMA, any_in_warp, store_weights
 
 _TILE = ROW_MULTIPLE = 64
-_WGMMA = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)
 _PARTS = 2  # Buffers of half a tile's latents.
 # Halves and parts of both tiles' latents, in the order in which the last pair's buffers become free.
 _ORDER = (((0, 0), (0, 1), (1, 0), (1, 1)), ((1, 0), (0, 0), (1, 1), (0, 1)))
@@ -57,11 +59,16 @@ _COPIES = 8  # Of a row's logarithm: a sector of 32 bytes.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """``num_sms`` is how many blocks run at once (one a multiprocessor); registers are those of a thread."""
+    """``num_sms`` is how many blocks run at once (one a multiprocessor); registers are those of a thread.
+
+    ``early_parts``, of four, of the query's latents are fetched before the length is known. Blocks without tiles fetch them
+    as well, and all blocks at once take longer.
+    """
 
     num_sms: int = 132
     copy_registers: int = 24
     compute_registers: int = 240
+    early_parts: int = 1
 
 
 def tree_mla_hopper(
@@ -104,8 +111,16 @@ def tree_mla_hopper(
         config,
         interpret,
     )
-    tree_tiles = pl.cdiv(num_nodes, _TILE)
-    out_BnC = split.combine(part_BnsC, lse_Bnsc, length_B, tree_tiles=tree_tiles, tile=_TILE, interpret=interpret)
+    out_BnC = split.combine(
+        part_BnsC,
+        lse_Bnsc,
+        length_B,
+        tree_tiles=pl.cdiv(num_nodes, _TILE),
+        tile=_TILE,
+        most=split.most_splits(batch, pl.cdiv(query_BnC.shape[1], _TILE), config.num_sms),
+        num_sms=config.num_sms,
+        interpret=interpret,
+    )
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
 
 
@@ -119,37 +134,6 @@ def _spread(row, shape):
 
 def _zeros(shape, layout):
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-
-
-def _store_weights(weights_ref, top_ref, weights, top):
-    """Both at once; Pallas' own stores, one after the other, would take three more barriers."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), w.REF, _WGMMA, _ROW))
-    def store(_, weights_ref, top_ref, weights, top):
-        # This warp's scores are done, but products of the others may still read what lies there.
-        mgpu.utils.warpgroup_barrier()
-        weights.store_tiled(weights_ref, swizzle=128)
-        top.store_untiled(top_ref, optimized=False)
-
-    store(weights_ref, top_ref, weights, top)
-
-
-def _any_in_warp(moved):
-    """Whether it is true of any of the warp's rows."""
-
-    @w.inline(0, 0, (_ROW,), plgpu.ShapeDtypeStruct((), jnp.int32, layout=w.SCALAR))
-    def call(moved):
-        flags = [arith.extui(w.i32(), *w.elements(register, 1)) for register in moved.registers.flat]
-        seen = mgpu.utils.inline_ptx(
-            "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }",
-            functools.reduce(arith.ori, flags),
-            result_types=w.i32(),
-            has_side_effects=True,
-            convergent=True,
-        )
-        return mgpu.FragmentedArray.splat(seen, (), is_signed=True)
-
-    return call(moved) != 0
 
 
 def _attend_splits(
@@ -172,7 +156,8 @@ def _attend_splits(
     part = half // _PARTS
     row_tiles, tree_tiles = pl.cdiv(num_rows, _TILE), pl.cdiv(rows_BTW.shape[1], _TILE)
     rows_a_tile = min(num_rows, _TILE)
-    splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], tree_tiles, _TILE, config.num_sms)
+    most = split.most_splits(batch, row_tiles, config.num_sms)
+    splits = split.num_splits(most, cache_BSW.shape[1], tree_tiles, _TILE)
     factor = scale * math.log2(math.e)
 
     def columns(h, a):
@@ -184,10 +169,29 @@ def _attend_splits(
     def body(
         query_g, query_rotary_g, cos_g, sin_g, cache_g, tree_g, length_g, words_g, out_g, lse_g,
         query_s, query_rotary_s, latent_s, rotary_s, top_s, sum_s, lse_s,
-        query_bar, turned_bar, latent_bar, latent_free, rotary_bar, rotary_free, scored_bar, weights_bar, done_bar,
+        query_bar, query_rotary_bar, turned_bar, latent_bar, latent_free, rotary_bar, rotary_free,
+        scored_bar, weights_bar, done_bar,
     ):  # fmt: skip
         b, row_tile, s, warpgroup = (lax.axis_index(name) for name in ("batch", "row_tile", "split", "warpgroup"))
         at_rows, all_rows = pl.ds(row_tile * _TILE, rows_a_tile), pl.ds(row_tile * _TILE, _TILE)
+
+        def fetch_query(h, a):
+            into = query_s.at[h, a, pl.ds(0, rows_a_tile)]
+            plgpu.copy_gmem_to_smem(query_g.at[b, at_rows, columns(h, a)], into, query_bar.at[_PARTS * h + a])
+
+        def fetch_query_rotary():
+            into = query_rotary_s.at[pl.ds(0, rows_a_tile)]
+            plgpu.copy_gmem_to_smem(query_rotary_g.at[b, at_rows], into, query_rotary_bar)
+
+        early = _ORDER[0][: config.early_parts]
+
+        @pl.when(warpgroup == 2)
+        def _():
+            # Before the length has come.
+            fetch_query_rotary()
+            for h, a in early:
+                fetch_query(h, a)
+
         length = length_g[b]
         prefix_tiles, total, each = split.tile_counts(length, tree_tiles, splits, _TILE)
         first = s * each
@@ -198,13 +202,12 @@ def _attend_splits(
         def _():
             plgpu.set_max_registers(config.copy_registers, action="decrease")
 
-            def fetch_query():
-                filled = pl.ds(0, rows_a_tile)
-                plgpu.copy_gmem_to_smem(query_rotary_g.at[b, at_rows], query_rotary_s.at[filled], query_bar)
-                for h in range(2):
-                    for a in range(_PARTS):
-                        into = query_s.at[h, a, filled]
-                        plgpu.copy_gmem_to_smem(query_g.at[b, at_rows, columns(h, a)], into, query_bar)
+            @pl.when(count == 0)
+            def _():
+                # A block must not end while its query is on the way.
+                plgpu.barrier_wait(query_rotary_bar)
+                for h, a in early:
+                    plgpu.barrier_wait(query_bar.at[_PARTS * h + a])
 
             def fetch(i, t, at_columns, into, ready, free):
                 tile = first + 2 * i + t
@@ -227,22 +230,21 @@ def _attend_splits(
             def _(i):
                 for t, order in enumerate(_ORDER):
                     for h, a in order:
+                        if t == 0 and (h, a) not in early:
+                            pl.when(i == 0)(functools.partial(fetch_query, h, a))
                         number = buffer(t, h, a)
                         fetch(i, t, columns(h, a), latent_s.at[t, h, a], latent_bar.at[number], latent_free.at[number])
                     fetch(i, t, pl.ds(num_latent, rotary), rotary_s.at[t], rotary_bar.at[t], rotary_free.at[t])
-                    if t == 0:
-                        # Behind the first tile, which is further away. Blocks without tiles end at once.
-                        pl.when(i == 0)(fetch_query)
 
         def is_cut(tile):
             return (tile < prefix_tiles) & (length - tile * _TILE < _TILE)
 
         def load_words(tree_tile):
             at_words = (words_g.at[b, 2 * tree_tile + i, all_rows] for i in range(2))
-            return [plgpu.load(ref, layout=_ROW, optimized=False) for ref in at_words]
+            return [plgpu.load(ref, layout=ROW, optimized=False) for ref in at_words]
 
         def mask(x, tile, early_words):
-            column = plgpu.broadcasted_iota(jnp.int32, (_TILE, _TILE), 1, layout=_WGMMA)
+            column = plgpu.broadcasted_iota(jnp.int32, (_TILE, _TILE), 1, layout=WGMMA)
 
             def tree(x):
                 words = early_words or load_words(tile - prefix_tiles)
@@ -267,7 +269,7 @@ def _attend_splits(
                 def _(c):
                     a, offset = lax.div(c, jnp.int32(part // 64)), lax.rem(c, jnp.int32(part // 64)) * 64
                     ref = latent_s.at[t, h, a, :, pl.ds(offset, 64)]
-                    value = plgpu.load(ref, layout=_WGMMA)
+                    value = plgpu.load(ref, layout=WGMMA)
                     is_finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
                     ref[...] = jnp.where(is_finite, value, jnp.bfloat16(0))
 
@@ -278,6 +280,7 @@ def _attend_splits(
 
             def multiply(ref):
                 for h, a in _ORDER[t]:
+                    pl.when(i == 0)(functools.partial(plgpu.barrier_wait, query_bar.at[_PARTS * h + a]))
                     plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
                     plgpu.wgmma(ref, query_s.at[which[h], a], latent_s.at[which[t], h, a].transpose((1, 0)))
                 plgpu.barrier_wait(rotary_bar.at[t])
@@ -298,7 +301,7 @@ def _attend_splits(
             weights = jnp.exp2(x * factor - _spread(new_top, x.shape))
             rounded = weights.astype(jnp.bfloat16)
             if interpret is None:
-                _store_weights(rotary_s.at[t], top_s.at[t], rounded, new_top)
+                store_weights(rotary_s.at[t], top_s.at[t], rounded, new_top)
             else:
                 rotary_s[t] = rounded
                 top_s[t] = new_top
@@ -312,14 +315,14 @@ def _attend_splits(
                 plgpu.barrier_wait(latent_bar.at[buffer(t, h, a)])
             plgpu.barrier_wait(weights_bar.at[t])
             make_finite(tile, t, h)
-            return plgpu.load(top_s.at[t], layout=_ROW)
+            return plgpu.load(top_s.at[t], layout=ROW)
 
         def rescale(acc, total_weight, top, new_top, has_sums=True):
             def multiply(acc, total_weight):
                 alpha = jnp.exp2(top - new_top)
                 return [x * _spread(alpha, x.shape) for x in acc], total_weight * alpha
 
-            has_moved = _any_in_warp(top != new_top) if interpret is None else jnp.any(top != new_top)
+            has_moved = any_in_warp(top != new_top) if interpret is None else jnp.any(top != new_top)
             return lax.cond(has_moved & has_sums, multiply, lambda *same: same, acc, total_weight)
 
         def add_values(acc, t, h, which, own_weights=None, meanwhile=lambda: [], results=()):
@@ -391,10 +394,10 @@ def _attend_splits(
                 x = mask(score(i, 1, which), tile, early_words)
 
                 def weigh_own():
-                    return weigh(x, plgpu.load(top_s.at[0], layout=_ROW), 1)
+                    return weigh(x, plgpu.load(top_s.at[0], layout=ROW), 1)
 
-                row = _zeros((_TILE,), _ROW)
-                empty = [_zeros((_TILE, _TILE), _WGMMA).astype(jnp.bfloat16), row, row]
+                row = _zeros((_TILE,), ROW)
+                empty = [_zeros((_TILE, _TILE), WGMMA).astype(jnp.bfloat16), row, row]
                 acc, top, total_weight, results = add_peer(acc, top, total_weight, weigh_own, empty)
                 rounded, new_top, sums = results
                 make_finite(tile, 1, 1)
@@ -413,19 +416,16 @@ def _attend_splits(
             zero = i & lax.shift_right_logical(length, jnp.int32(31))
             return zero, zero + 1
 
-        def take_query(h):
+        def turn_query():
             """The right warpgroup, which is the later one to score, turns the rotary part for both."""
-            if h == 0:
-                plgpu.barrier_wait(query_bar)
-            elif interpret is None:
+            if interpret is None:
                 turn = load_on_gpu(cos_g, sin_g, heads, b, row_tile)
-                plgpu.barrier_wait(query_bar)
+                plgpu.barrier_wait(query_rotary_bar)
                 turn_on_gpu(query_rotary_s, turn)
-                plgpu.barrier_arrive(turned_bar)
             else:
-                plgpu.barrier_wait(query_bar)
+                plgpu.barrier_wait(query_rotary_bar)
                 query_rotary_s[...] = turn_pairs(query_rotary_s[...], *(turn_of_rows(x[b]) for x in (cos_g, sin_g)))
-                plgpu.barrier_arrive(turned_bar)
+            plgpu.barrier_arrive(turned_bar)
 
         def turn_of_rows(turn_Tr):
             turn_nr = jnp.pad(jnp.repeat(turn_Tr, heads, axis=0), ((0, -num_nodes * heads % _TILE), (0, 0)))
@@ -435,20 +435,21 @@ def _attend_splits(
             plgpu.set_max_registers(config.compute_registers, action="increase")
             # Early, since they come from device memory. Prefill has too many to keep.
             early_words = load_words(0) if tree_tiles == 1 else None
-            take_query(h)
-            row = _zeros((_TILE,), _ROW)
-            carry = [_zeros((_TILE, part), _WGMMA) for _ in range(_PARTS)], row + split.LOWEST, row
+            if h == 1:
+                turn_query()
+            row = _zeros((_TILE,), ROW)
+            carry = [_zeros((_TILE, part), WGMMA) for _ in range(_PARTS)], row + LOWEST, row
             add_pair = functools.partial(add_pair, early_words=early_words)
             acc, top, total_weight = lax.fori_loop(0, pairs, add_pair, carry)
 
             sum_s[h] = total_weight
             plgpu.barrier_arrive(done_bar)
             plgpu.barrier_wait(done_bar)
-            total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - h], layout=_ROW), 1e-30)
+            total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - h], layout=ROW), 1e-30)
             for a in range(_PARTS):
                 query_s[h, a] = (acc[a] * _spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
             if h == 0:
-                lse = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
+                lse = jnp.maximum(top + jnp.log2(total_weight), LOWEST)
                 lse_s[...] = _spread(lse, lse_s.shape)
             plgpu.commit_smem()
             for a in range(_PARTS):
@@ -481,8 +482,8 @@ def _attend_splits(
             plgpu.SMEM((2, _TILE), jnp.float32),
             plgpu.SMEM((2, _TILE), jnp.float32),
             plgpu.SMEM((_TILE, _COPIES), jnp.float32),
-            plgpu.Barrier(num_arrivals=2 * _PARTS + 1),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=2 * _PARTS),
+            *(plgpu.Barrier() for _ in range(2)),
             plgpu.Barrier(num_barriers=4 * _PARTS),
             plgpu.Barrier(num_barriers=4 * _PARTS),
             *(plgpu.Barrier(num_barriers=2) for _ in range(4)),

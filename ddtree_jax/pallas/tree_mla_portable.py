@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
 from ddtree_jax.pallas import tree_mla_split as split
+from ddtree_jax.pallas.split_sum import LOWEST
 from ddtree_jax.pallas.tree_mla_split import Query
 
 _ROWS = 32
@@ -69,6 +70,8 @@ def tree_mla_portable(
         length_B,
         tree_tiles=rows_BTW.shape[1] // _TILE,
         tile=_TILE,
+        most=split.most_splits(batch, query_BnW.shape[1] // _ROWS, config.num_sms),
+        num_sms=config.num_sms,
         interpret=interpret,
     )
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
@@ -89,7 +92,8 @@ def _attend_splits(
     batch, num_rows, width = query_BnW.shape
     rotary = width - num_latent
     row_tiles, tree_tiles = num_rows // _ROWS, rows_BTW.shape[1] // _TILE
-    splits = split.num_splits(batch, row_tiles, cache_BSW.shape[1], tree_tiles, _TILE, config.num_sms)
+    most = split.most_splits(batch, row_tiles, config.num_sms)
+    splits = split.num_splits(most, cache_BSW.shape[1], tree_tiles, _TILE)
     factor = scale * math.log2(math.e)
     ahead = config.num_buffers - 1
     layouts = {"m_warps": _ROWS // 16}
@@ -185,10 +189,10 @@ def _attend_splits(
                 plgpu.barrier_wait(bars[1])
             zeros = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), row_layout)
             acc = plgpu.layout_cast(jnp.zeros((_ROWS, num_latent), jnp.float32), acc_layout)
-            acc, top, total_weight = lax.fori_loop(0, count, add_tile, (acc, zeros + split.LOWEST, zeros))
+            acc, top, total_weight = lax.fori_loop(0, count, add_tile, (acc, zeros + LOWEST, zeros))
             total_weight = jnp.maximum(total_weight, 1e-30)
             out_g[b, at_rows, s] = acc * spread(1.0 / total_weight, acc.shape)
-            lse = jnp.maximum(top + jnp.log2(total_weight), split.LOWEST)
+            lse = jnp.maximum(top + jnp.log2(total_weight), LOWEST)
             lse_g[b, at_rows, s] = plgpu.layout_cast(spread(lse, (_ROWS, _COPIES)), acc_layout)
 
     def buffers(tiling, swizzle, *shape):

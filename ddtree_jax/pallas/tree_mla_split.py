@@ -8,34 +8,24 @@ Rows are pairs of a node and a head; n stands for their axis, s for that of the 
     split    0   0   1   1   2   2   3        4 splits of ceil(7 / 4) tiles; the last one has less, others may have none
 
 Where the cache has fewer tiles than there may be splits, each tile has one. So how many slots a cache has besides those that
-are committed changes neither the tiles of a split nor, since `add_splits` has them added in one order, a bit of the result.
+are committed changes neither the tiles of a split nor, since `split_sum` has them added in one order, a bit of the result.
 """
 
-import functools
-import operator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
-from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.bfloat16_rows import UNIT, unpack
 from ddtree_jax.pallas.latent_rows import turn_pairs
-from ddtree_jax.pallas.simt import FLOAT, INT, UINT
-
-LOWEST = -1e30
-"""Stands for the maximum over no scores: finite, so that differences of maxima are never NaN."""
+from ddtree_jax.pallas.split_sum import Config as SumConfig
+from ddtree_jax.pallas.split_sum import sum_splits, sum_splits_reference
 
 LATENTS, ROTARY = (256, 512), 64
 """Widths that the tiles are made for."""
 
 WORD = 32
-_NUM_THREADS, _LOADS_IN_FLIGHT = 512, 9
 
 
 class Query(NamedTuple):
@@ -56,7 +46,12 @@ class Query(NamedTuple):
 
 
 def check(query: Query, cache_BSW: Array, slot_multiple: int) -> None:
-    """Raises NotImplementedError for shapes and types that a form's tiles do not fit."""
+    """Refuses what a form's tiles do not fit.
+
+    Raises:
+      NotImplementedError: for types, widths and numbers of slots; the offending value is named.
+      ValueError: there is not one cosine and one sine for each pair of each node.
+    """
     types = query.latent_BTHC.dtype, query.rotary_BTHR.dtype, cache_BSW.dtype
     if set(types) != {jnp.dtype(jnp.bfloat16)}:
         raise NotImplementedError(f"query and cache are {', '.join(map(str, types))}; only bfloat16 is supported")
@@ -65,15 +60,26 @@ def check(query: Query, cache_BSW: Array, slot_multiple: int) -> None:
         raise NotImplementedError(f"the latent part is {num_latent} wide; only {LATENTS} are supported")
     if rotary != ROTARY:
         raise NotImplementedError(f"the rotary part is {rotary} wide; only {ROTARY} is supported")
+    for name, turn_BTr in (("cosines", query.cos_BTr), ("sines", query.sin_BTr)):
+        expected = (*query.rotary_BTHR.shape[:2], rotary // 2)
+        if turn_BTr.shape != expected:
+            raise ValueError(f"{name} have the shape {turn_BTr.shape}; {expected} is needed")
+        if turn_BTr.dtype != jnp.float32:
+            raise NotImplementedError(f"{name} are {turn_BTr.dtype}; only float32 is supported")
     if cache_BSW.shape[1] % slot_multiple:
         raise NotImplementedError(
             f"the cache has {cache_BSW.shape[1]} slots; only multiples of {slot_multiple} are supported"
         )
 
 
-def num_splits(batch: int, row_tiles: int, num_slots: int, tree_tiles: int, tile: int, num_sms: int) -> int:
-    """Blocks along the slots: as many as fill the GPU, at most one a tile."""
-    return max(1, min(num_sms // (row_tiles * batch), pl.cdiv(num_slots, tile) + tree_tiles))
+def most_splits(batch: int, row_tiles: int, num_sms: int) -> int:
+    """Blocks along the slots that fill the GPU."""
+    return max(1, num_sms // (row_tiles * batch))
+
+
+def num_splits(most: int, num_slots: int, tree_tiles: int, tile: int) -> int:
+    """Blocks along the slots: at most one a tile."""
+    return min(most, pl.cdiv(num_slots, tile) + tree_tiles)
 
 
 def tile_counts(length: Array, tree_tiles: int, splits: int, tile: int) -> tuple[Array, Array, Array]:
@@ -94,120 +100,6 @@ def pack_visible(visible_BTt: Bool[Array, "B T T"], heads: int, tile: int, row_t
     return jnp.pad(words_Bwn, ((0, 0), (0, 0), (0, -words_Bwn.shape[2] % row_tile)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
-    """Static shape of what `add_splits` adds up; the logarithm of each row's sum of weights stands ``copies`` times."""
-
-    splits: int
-    width: int
-    copies: int
-
-    @property
-    def threads_a_row(self) -> int:
-        return self.width // UNIT
-
-    @property
-    def groups(self) -> int:
-        """Of threads, each of which takes every ``groups``-th split."""
-        return _NUM_THREADS // self.threads_a_row
-
-    @property
-    def turns(self) -> int:
-        """Splits of a group."""
-        return pl.cdiv(self.splits, self.groups)
-
-    @property
-    def scratch(self) -> tuple[int, int, int]:
-        """Sizes of `add_splits`' arrays in shared memory."""
-        return self.splits, self.groups * self.width, 2 * self.groups
-
-
-def add_splits(
-    t: Any,
-    shape: Parts,
-    row: Any,
-    total: Any,
-    each: Any,
-    part: Any,
-    lse: Any,
-    out: Any,
-    logs: Any,
-    sums: Any,
-    stats: Any,
-) -> None:
-    """Global: part [rows, s, C], lse [rows, s, c], out [rows, C]; shared: logs [s], sums [groups, C], stats [2, groups].
-
-    ``total`` tiles are ``each`` a split; splits behind them are not read. Groups and turns without a split add zeros, so that
-    it does not matter how many of them there are.
-    """
-    width, groups = shape.width, shape.groups
-    group = t.divide(t.thread(), shape.threads_a_row)
-    column = (t.thread() - group * shape.threads_a_row) * UNIT
-    nothing = [t.value(part.kind, 0)] * (UNIT if part.kind == FLOAT else UNIT // 2)
-
-    def load(number: Any) -> list[Any]:
-        index = (row * shape.splits + number) * width + column
-        return t.branch(number * each < total, functools.partial(_load, t, part, index), nothing)
-
-    turns = [group + turn * groups for turn in range(shape.turns)]
-    chunks = [turns[start : start + _LOADS_IN_FLIGHT] for start in range(0, shape.turns, _LOADS_IN_FLIGHT)]
-    loaded = [load(number) for number in chunks[0]]
-    # They are on their way before anything waits for a logarithm: no access is moved past a barrier.
-    t.barrier()
-    _stage_logs(t, shape, row, total, each, lse, logs)
-    top, weight, acc = t.value(FLOAT, LOWEST), t.value(FLOAT, 0), [t.value(FLOAT, 0)] * UNIT
-    for i, numbers in enumerate(chunks):
-        parts = [load(number) for number in numbers] if i else loaded
-        own = [t.load(logs, t.minimum(number, shape.splits - 1)) for number in numbers]
-        is_used = [number * each < total for number in numbers]
-        own = [t.select(used, log, LOWEST) for used, log in zip(is_used, own, strict=True)]
-        new_top = functools.reduce(t.maximum, own, top)
-        scale = t.exp2(top - new_top)
-        top, weight, acc = new_top, weight * scale, [x * scale for x in acc]
-        for used, log, words in zip(is_used, own, parts, strict=True):
-            term = t.select(used, t.exp2(log - new_top), 0)
-            values = words if part.kind == FLOAT else unpack(t, words)
-            weight, acc = weight + term, [x + value * term for x, value in zip(acc, values, strict=True)]
-    for start in (0, 4):
-        t.store_vector(sums, group * width + column + start, acc[start : start + 4])
-    with t.when(t.is_equal(column, 0)):
-        t.store(stats, group, top)
-        t.store(stats, group + groups, weight)
-    t.barrier()
-    _add_groups(t, shape, row, out, sums, stats)
-
-
-def _stage_logs(t: Any, shape: Parts, row: Any, total: Any, each: Any, lse: Any, logs: Any) -> None:
-    """The splits' logarithms to shared memory, each once."""
-    for start in range(0, shape.splits, _NUM_THREADS):
-        number = t.thread() + start
-        with t.when((number < shape.splits) & (number * each < total)):
-            t.store(logs, number, t.load(lse, (row * shape.splits + number) * shape.copies))
-    t.barrier()
-
-
-def _load(t: Any, part: Any, index: Any) -> list[Any]:
-    if part.kind == FLOAT:
-        return t.load_vector(part, index, 4) + t.load_vector(part, index + 4, 4)
-    return t.load_vector(part, index >> 1, UNIT // 2)
-
-
-def _add_groups(t: Any, shape: Parts, row: Any, out: Any, sums: Any, stats: Any) -> None:
-    """Two columns a thread, in the order of the groups."""
-    groups = [t.value(INT, g) for g in range(shape.groups)]
-    column = t.thread() * 2
-    with t.when(column < shape.width):
-        tops, weights = ([t.load(stats, g + start) for g in groups] for start in (0, shape.groups))
-        top = functools.reduce(t.maximum, tops)
-        scales = [t.exp2(x - top) for x in tops]
-        pairs = [t.load_vector(sums, g * shape.width + column, 2) for g in groups]
-        weight, low, high = (
-            functools.reduce(operator.add, [x * scale for x, scale in zip(values, scales, strict=True)])
-            for values in (weights, *zip(*pairs, strict=True))
-        )
-        t.store(out, (row * shape.width + column) >> 1, t.pair(low / weight, high / weight))
-
-
 def combine(
     part_BnsC: Float[Array, "B n s C"],
     lse_Bnsc: Float[Array, "B n s c"],
@@ -215,56 +107,19 @@ def combine(
     *,
     tree_tiles: int,
     tile: int,
+    most: int,
+    num_sms: int,
     interpret: object = None,
 ) -> BFloat16[Array, "B n C"]:
-    """Sum over splits of ``part``, each already divided by its own sum of weights, whose base-2 logarithm is ``lse``.
+    """The sum over splits, see `split_sum.sum_splits`; ``most`` is that of `most_splits`."""
 
-    ``lse`` holds each number c times, so that a row's numbers are sectors that no other block reads.
+    def num_tiles(length: Array) -> Array:
+        return tile_counts(length, tree_tiles, part_BnsC.shape[2], tile)[1]
 
-    A block a row. Its groups of threads take the splits in turn, all loads at once, and what they have is added up in order.
-    """
-    batch, rows, splits, width = part_BnsC.shape
-    if splits == 1:
-        return part_BnsC[:, :, 0].astype(jnp.bfloat16)
+    # The sum's own code is not Pallas, which alone is interpreted.
     if interpret is not None:
-        return combine_reference(part_BnsC, lse_Bnsc, length_B, tree_tiles=tree_tiles, tile=tile)
-    shape = Parts(splits=splits, width=width, copies=lse_Bnsc.shape[-1])
-    kinds = (FLOAT if part_BnsC.dtype == jnp.float32 else UINT, FLOAT, UINT, FLOAT, FLOAT, FLOAT)
-
-    def body(part, lse, length, *refs):
-        row, b = lax.axis_index("row"), lax.axis_index("batch")
-        _, total, each = tile_counts(length[b], tree_tiles, splits, tile)
-        memories = list(zip((part, lse, *refs), kinds, strict=True))
-        simt.run(functools.partial(_add_splits, shape), memories, [b * rows + row, total, each])
-
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((batch, rows, width), jnp.bfloat16),
-        grid=(rows, batch),
-        grid_names=("row", "batch"),
-        scratch_types=[plgpu.SMEM((size,), jnp.float32) for size in shape.scratch],
-        **simt.options("tree_mla_combine", _NUM_THREADS),
-    )(part_BnsC, lse_Bnsc, length_B)
-
-
-def _add_splits(shape: Parts, t: Any, *args: Any) -> None:
-    add_splits(t, shape, *args)
-
-
-def combine_reference(
-    part_BnsC: Float[Array, "B n s C"],
-    lse_Bnsc: Float[Array, "B n s c"],
-    length_B: Int32[Array, "B"],
-    *,
-    tree_tiles: int,
-    tile: int,
-) -> BFloat16[Array, "B n C"]:
-    """`combine` in plain JAX, where the kernels before it are interpreted."""
-    splits = part_BnsC.shape[2]
-    _, total_B, each_B = tile_counts(length_B, tree_tiles, splits, tile)
-    is_used_Bs = jnp.arange(splits, dtype=jnp.int32)[None] * each_B[:, None] < total_B[:, None]
-    lse_Bns = jnp.where(is_used_Bs[:, None], lse_Bnsc[..., 0], LOWEST)
-    weight_Bns = jnp.where(is_used_Bs[:, None], jnp.exp2(lse_Bns - jnp.max(lse_Bns, axis=-1, keepdims=True)), 0)
-    part_BnsC = jnp.where(is_used_Bs[:, None, :, None], part_BnsC.astype(jnp.float32), 0)
-    sum_BnC = jnp.einsum("Bns,BnsC->BnC", weight_Bns, part_BnsC)
-    return (sum_BnC / jnp.sum(weight_Bns, axis=-1)[..., None]).astype(jnp.bfloat16)
+        return sum_splits_reference(part_BnsC, lse_Bnsc, length_B, num_tiles=num_tiles)
+    config = SumConfig(num_sms=num_sms)
+    return sum_splits(
+        part_BnsC, lse_Bnsc, length_B, num_tiles=num_tiles, most=most, name="tree_mla_combine", config=config
+    )
