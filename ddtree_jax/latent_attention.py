@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ddtree_jax.config import KimiConfig
 from ddtree_jax.layers import Layer, Turns, everywhere, gain
+from ddtree_jax.pallas.attend_and_project import attend_and_project
 from ddtree_jax.pallas.latent_query import LatentQuery, latent_query
 from ddtree_jax.pallas.latent_rows import LatentRows, latent_rows
 from ddtree_jax.pallas.tree_mla import ROW_MULTIPLE, SLOT_MULTIPLE, tree_mla, tree_mla_gpu, tree_mla_reference
@@ -22,8 +23,12 @@ from ddtree_jax.sharding import RULES, ArrayInfo
 
 # Kernels take seconds to lower; these are lowered once for all layers.
 _tree_mla = jax.jit(tree_mla, static_argnames=("scale",))
+_attend_and_project = jax.jit(attend_and_project, static_argnames=("scale",))
 _latent_rows = jax.jit(latent_rows, static_argnames=("eps", "multiple", "has_kernels"))
 _latent_query = jax.jit(latent_query, static_argnames=("outputs", "num_heads", "eps", "multiple", "has_kernels"))
+
+_HEADS, _WHOLE = PartitionSpec(None, None, RULES["heads"]), PartitionSpec()
+_IN_SPECS = Query(_HEADS, _HEADS, _WHOLE, _WHOLE), *(_WHOLE,) * 5
 
 
 class Attention(Layer):
@@ -68,8 +73,7 @@ class Attention(Layer):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T W"]]:
         made = self._make_query(*self.multiply("qkv_a", x_BTD), turns)
         query = Query(made.latent_BTHC, made.rotary_BTHR, *turns)
-        attended_BTHC = self._attend(query, cache_BSW, made.rows_BTW, length_B, visible_BTt, made.tile_BtW)
-        (value_BTHU,) = self.multiply("value_up", attended_BTHC)
+        value_BTHU = self._attend(query, cache_BSW, made.rows_BTW, length_B, visible_BTt, made.tile_BtW)
         (y_BTD,) = self.multiply("o", value_BTHU)
         return y_BTD, made.rows_BTW
 
@@ -86,19 +90,30 @@ class Attention(Layer):
         (q_BTHC,) = self.multiply("key_up", q_BTHP)
         return LatentQuery(made.rows_BTW, made.tile_BtW, q_BTHC, q_BTHR)
 
-    def _attend(self, query: Query, *arrays: Array) -> Float[Array, "B T H C"]:
-        attend = _tree_mla if self.has_kernels else tree_mla_reference
-        attend = functools.partial(attend, scale=self.config.softmax_scale)
-        return _with_own_heads(attend, self.mesh)(query, *arrays)
+    def _attend(self, query: Query, *arrays: Array) -> Float[Array, "B T H U"]:
+        """Values that the heads attend to."""
+        scale = self.config.softmax_scale
+        if self.has_kernels and "value_up" in self.packed:
+            packed = self.packed["value_up"]
+            return _with_own_values(functools.partial(_attend_and_project, scale=scale), packed)(query, *arrays)
+        attend = functools.partial(_tree_mla if self.has_kernels else tree_mla_reference, scale=scale)
+        (value_BTHU,) = self.multiply("value_up", _with_own_heads(attend, self.mesh)(query, *arrays))
+        return value_BTHU
 
 
 def _with_own_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
     """``attend`` on every shard's own heads; all else is whole everywhere."""
     if mesh is None:
         return attend
-    heads, whole = PartitionSpec(None, None, RULES["heads"]), PartitionSpec()
-    in_specs = Query(heads, heads, whole, whole), *(whole,) * 5
-    return jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+    return jax.shard_map(attend, mesh=mesh, in_specs=_IN_SPECS, out_specs=_HEADS, check_vma=False)
+
+
+def _with_own_values(attend: Callable[..., Array], value_up: Packed) -> Callable[..., Array]:
+    """The same with every shard's own blocks behind the other arrays."""
+    form = value_up.form
+    in_specs, (out_specs,) = (*_IN_SPECS, form.blocks_spec), form.result_specs
+    run = jax.shard_map(attend, mesh=form.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return lambda *arrays: run(*arrays, value_up.blocks)
 
 
 def _with_own_blocks(make: Callable[..., LatentQuery], q_b: Packed, key_up: Packed) -> Callable[..., LatentQuery]:

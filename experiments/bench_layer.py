@@ -2,6 +2,7 @@
 
 Each time is taken twice: behind a kernel that reads and writes more than the second cache holds ("cold"), and behind the
 same one on the same arrays ("warm"), which comes closer to a pass, where the kernel before has just written what is read.
+What attention and the product of its heads' latents are compared with has a launch more.
 """
 
 import functools
@@ -13,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.pallas import add_norm, choose_experts, latent_rows
+from ddtree_jax.pallas import add_norm, attend_and_project, choose_experts, latent_rows
 from experiments.bench_int4_moe import BYTES_PER_SECOND
+from experiments.check_tree_mla import SCALE, draw_query, random_tree
 from experiments.kernel_times import kernel_seconds, kernel_timeline
 
 WIDTH, EXPERTS, CHOSEN, FACTOR = 7168, 384, 8, 2.827
 QUERY, LATENT, ROTARY, TILE = 1536, 512, 64, 64
 EPS, LATENT_EPS = 1e-5, 1e-6
+HEADS, CONTEXT = 8, 1024
 FLUSHED_BYTES = 160_000_000
 
 
@@ -59,6 +62,16 @@ def _projections(nodes: int, seed: int) -> tuple:
     return (*rows, *gains, jnp.cos(angle), jnp.sin(angle))
 
 
+def _attention(nodes: int, seed: int) -> tuple:
+    width = LATENT + ROTARY
+    cache, rows = _normal(seed, 0, (1, CONTEXT, width)), _normal(seed, 1, (1, nodes, width))
+    query = draw_query(jax.random.key(seed), 1, nodes, HEADS)
+    visible = jnp.asarray(random_tree(np.random.default_rng(seed), nodes))[None]
+    tile = latent_rows.fill_tiles(rows, LATENT, TILE)
+    blocks = _normal(seed, 2, (2 * HEADS, LATENT // TILE, TILE, TILE))
+    return query, cache, rows, jnp.full(1, CONTEXT, jnp.int32), visible, tile, blocks
+
+
 def _pair(name: str, module: Any) -> tuple[Callable, Callable]:
     return getattr(module, f"{name}_gpu"), getattr(module, f"{name}_reference")
 
@@ -71,11 +84,15 @@ _CHOICES = [
 _LATENTS = [
     functools.partial(function, eps=LATENT_EPS, multiple=TILE) for function in _pair("latent_rows", latent_rows)
 ]
+_ATTENTIONS = [
+    functools.partial(getattr(attend_and_project, f"attend_and_project_{way}"), scale=SCALE) for way in ("gpu", "apart")
+]
 CASES = (
     Case("add_norm", *_NORMS, functools.partial(_rows, jnp.bfloat16)),
     Case("add_norm of float32", *_NORMS, functools.partial(_rows, jnp.float32)),
     Case("choose_experts", *_CHOICES, _logits),
     Case("latent_rows", *_LATENTS, _projections),
+    Case("attend_and_project", *_ATTENTIONS, _attention),
 )
 
 

@@ -118,7 +118,7 @@ def stages_of(program: str) -> dict[str, str]:
 def stage_of(kernel: str, stages: dict[str, str]) -> str:
     """Library kernels and what lies between the stages are "other"; projections share one kernel wherever they stand."""
     own = next((stage for prefix, stage in OWN.items() if kernel.startswith(prefix)), None)
-    if own is None and kernel.startswith(("tree_mla", "int4_moe")):
+    if own is None and kernel.startswith(("tree_mla", "project_splits", "int4_moe")):
         return "verify"
     return own or stages.get(kernel, "other")
 

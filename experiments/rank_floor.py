@@ -16,7 +16,7 @@ _TARGET = {
     "qkv_a": "q_a and kv_a",
     "q_b": "latent rows, q_b and key_up",
     "key_up": "latent rows, q_b and key_up",
-    "value_up": "absorbed products",
+    "value_up": "attention",  # Of up to 64 nodes, behind the sum of its splits in one launch.
     "o": "o",
     "router_shared": "router's logits, shared gate and up",
     "shared_down": "shared expert",

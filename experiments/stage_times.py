@@ -34,6 +34,7 @@ _TARGET = {
     "q_b": "latent rows, q_b and key_up",
     "key_up": "latent rows, q_b and key_up",
     "jit(tree_mla)": "attention",
+    "jit(attend_and_project)": "attention",
     "value_up": "absorbed products",
     "o": "o",
     "router_shared": "router's logits, shared gate and up",

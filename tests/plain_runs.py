@@ -10,6 +10,7 @@ import pytest
 
 from ddtree_jax import decode, kimi, latent_attention
 from ddtree_jax.pallas import simt
+from ddtree_jax.pallas.attend_and_project import attend_and_project_reference
 from ddtree_jax.pallas.int4_moe import int4_moe_reference
 from ddtree_jax.pallas.tree_mla import tree_mla_reference
 
@@ -33,4 +34,5 @@ def leave_out_kernels(monkeypatch: pytest.MonkeyPatch, drawing: Any) -> None:
     monkeypatch.setattr(kimi, "check_kernels", lambda *_: None)
     monkeypatch.setattr(kimi, "_int4_moe", int4_moe_reference)
     monkeypatch.setattr(latent_attention, "_tree_mla", tree_mla_reference)
+    monkeypatch.setattr(latent_attention, "_attend_and_project", attend_and_project_reference)
     monkeypatch.setattr(simt, "choose", lambda kernel, reference, *arrays, has_kernels=True: reference(*arrays))

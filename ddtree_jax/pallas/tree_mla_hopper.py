@@ -89,27 +89,8 @@ def tree_mla_hopper(
       NotImplementedError: for shapes and types that the tiles do not fit; the offending value is named.
     """
     batch, num_nodes, heads, num_latent = query.latent_BTHC.shape
-    split.check(query, cache_BSW, 8)
-    filler = ((0, 0), (0, -num_nodes * heads % 8), (0, 0))
-    query_BnC, query_BnR = (
-        jnp.pad(x.reshape(batch, num_nodes * heads, -1), filler) for x in (query.latent_BTHC, query.rotary_BTHR)
-    )
-    if tile_BtW is None:
-        tile_BtW = fill_tiles(rows_BTW, num_latent, ROW_MULTIPLE)
-    words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _TILE)
-    part_BnsC, lse_Bnsc = _attend_splits(  # fmt: skip
-        query_BnC,
-        query_BnR,
-        query.cos_BTr,
-        query.sin_BTr,
-        cache_BSW,
-        tile_BtW,
-        length_B,
-        words_Bwn,
-        heads,
-        scale,
-        config,
-        interpret,
+    part_BnsC, lse_Bnsc = attend_splits(
+        query, cache_BSW, rows_BTW, length_B, visible_BTt, tile_BtW, scale=scale, config=config, interpret=interpret
     )
     out_BnC = split.combine(
         part_BnsC,
@@ -122,6 +103,36 @@ def tree_mla_hopper(
         interpret=interpret,
     )
     return out_BnC[:, : num_nodes * heads].reshape(batch, num_nodes, heads, num_latent)
+
+
+def attend_splits(
+    query: Query,
+    cache_BSW: Float[Array, "B S W"],
+    rows_BTW: Float[Array, "B T W"],
+    length_B: Int32[Array, "B"],
+    visible_BTt: Bool[Array, "B T T"],
+    tile_BtW: Float[Array, "B t W"] | None = None,
+    *,
+    scale: float,
+    config: Config = Config(),
+    interpret: object = None,
+) -> tuple[BFloat16[Array, "B n s C"], Float[Array, "B n s c"]]:
+    """What `tree_mla_split.combine` makes `tree_mla_hopper`'s result of: rows are nodes x heads, then some that are none.
+
+    Raises:
+      NotImplementedError: as `tree_mla_hopper`.
+    """
+    num_nodes, heads, num_latent = query.latent_BTHC.shape[1:]
+    split.check(query, cache_BSW, 8)
+    filler = ((0, 0), (0, -num_nodes * heads % 8), (0, 0))
+    query_BnC, query_BnR = (
+        jnp.pad(x.reshape(x.shape[0], num_nodes * heads, -1), filler) for x in (query.latent_BTHC, query.rotary_BTHR)
+    )
+    if tile_BtW is None:
+        tile_BtW = fill_tiles(rows_BTW, num_latent, ROW_MULTIPLE)
+    words_Bwn = split.pack_visible(visible_BTt, heads, _TILE, _TILE)
+    arrays = query_BnC, query_BnR, query.cos_BTr, query.sin_BTr, cache_BSW, tile_BtW, length_B, words_Bwn
+    return _attend_splits(*arrays, heads, scale, config, interpret)
 
 
 def _swizzled(*shape: int):

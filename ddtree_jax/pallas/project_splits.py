@@ -1,0 +1,407 @@
+"""What `tree_mla_hopper` leaves of its splits, added up and multiplied with a matrix a head, in one launch.
+
+A cluster has 8 blocks for some tokens of one head, a block 64 of the 512 latent columns and all of the head's outputs::
+
+    copies       its columns of the matrix ────────────────────────────►
+    threads      splits of its columns, added up and rounded ─► shared memory, as the copy engine swizzles
+    tensor cores                                                           product over its 64 columns
+    threads                                                                 ─► sums to the blocks of their 16 outputs
+    threads                                                                       8 sums, in the blocks' order ─► result
+
+Eight neighbouring threads take a line, 64 columns of a split of a token. Groups of them take a token's splits in turn.
+
+Bytes: splits and matrices, all of which the launches before may have left in the second cache.
+"""
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float, Int32
+
+from ddtree_jax.pallas import simt
+from ddtree_jax.pallas import warps as w
+from ddtree_jax.pallas.bfloat16_rows import UNIT, pack, unpack
+from ddtree_jax.pallas.simt import FLOAT, INT, UINT
+from ddtree_jax.pallas.tree_mla_split import LOWEST
+
+SIDE = 64
+"""Columns of a block, and rows of a block of the weight: the rows of ``wgmma``, and a line of 128 bytes."""
+CLUSTER, WARPGROUPS = 8, 2
+WIDTH, OUTPUTS = CLUSTER * SIDE, WARPGROUPS * SIDE
+"""Latent columns, and outputs of a head."""
+MAX_TOKENS = 64
+
+_NUM_THREADS = WARPGROUPS * 128
+_LINE = SIDE // UNIT  # Threads of a line.
+_LINES = _NUM_THREADS // _LINE
+_LINES_A_WARP = 32 // _LINE
+_SHARE = OUTPUTS // CLUSTER  # Outputs that a block finishes: the rows of a warp.
+_STRIDE = _SHARE + 4  # Floats from a token's sums to the next one's, so that a warp's stores meet all banks.
+_WGMMA = plgpu.Layout.WGMMA
+_SWIZZLED = (plgpu.TilingTransform((8, SIDE)), plgpu.SwizzleTransform(128))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Up to ``most_clusters`` are made by dividing the tokens; a thread has ``in_flight`` loads on their way at once, of
+    which it starts ``early`` ones before it knows how many splits there are.
+    """
+
+    most_clusters: int = 16
+    in_flight: int = 9
+    early: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What is static. A sequence has ``nodes`` of ``heads`` rows each, and others up to ``rows``; a cluster has ``tokens``.
+
+    The logarithm of each row's sum of weights stands ``copies`` times. ``tile`` slots are a tile, of which the tree has
+    ``tree_tiles``.
+    """
+
+    batch: int
+    nodes: int
+    heads: int
+    rows: int
+    splits: int
+    copies: int
+    tokens: int
+    tile: int
+    tree_tiles: int
+
+    @property
+    def clusters_a_head(self) -> int:
+        return pl.cdiv(self.batch * self.nodes, self.tokens)
+
+    @property
+    def num_columns(self) -> int:
+        """Of the product: tokens, filled up."""
+        return self.tokens + -self.tokens % 8
+
+    @property
+    def groups(self) -> int:
+        """Of lines, which share out a token's splits: as many as threads allow, a power of two."""
+        return _LINES // (1 << (self.tokens - 1).bit_length())
+
+    @property
+    def warps_a_token(self) -> int:
+        return max(1, self.groups // _LINES_A_WARP)
+
+    @property
+    def turns(self) -> int:
+        """Splits of a group."""
+        return pl.cdiv(self.splits, self.groups)
+
+    @property
+    def num_sums(self) -> int:
+        """Floats of shared memory in which warps leave what they have of a token."""
+        return _NUM_THREADS // 32 * SIDE
+
+    @property
+    def num_received(self) -> int:
+        """Floats of shared memory for what the cluster's blocks send."""
+        return CLUSTER * self.num_columns * _STRIDE
+
+
+def check(num_tokens: int, heads: int, blocks: Any) -> None:
+    """Raises NotImplementedError, which names what the kernel does not take, before there are splits."""
+    if not 1 <= num_tokens <= MAX_TOKENS:
+        raise NotImplementedError(f"{num_tokens} tokens; 1 to {MAX_TOKENS} fit")
+    expected = (heads * WARPGROUPS, CLUSTER, SIDE, SIDE)
+    if blocks.shape != expected:
+        raise NotImplementedError(f"a weight of shape {blocks.shape}; {expected} is needed")
+    if blocks.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"a weight of {blocks.dtype}; bfloat16 is needed")
+
+
+def choose_shape(
+    part_BnsC: Any, lse_Bnsc: Any, blocks: Any, nodes: int, heads: int, tile: int, config: Config = Config()
+) -> Shape:
+    """How a launch divides the work.
+
+    Raises:
+      NotImplementedError: the kernel does not take this input. It is named.
+    """
+    batch, rows, splits, width = part_BnsC.shape
+    T = batch * nodes
+    check(T, heads, blocks)
+    if width != WIDTH or splits == 1 or part_BnsC.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"{splits} splits of {width} columns of {part_BnsC.dtype}; two of {WIDTH} of bfloat16 are needed"
+        )
+    clusters = min(max(1, config.most_clusters // heads), T)
+    tokens = min(pl.cdiv(T, clusters), _LINES)
+    return Shape(
+        batch=batch,
+        nodes=nodes,
+        heads=heads,
+        rows=rows,
+        splits=splits,
+        copies=lse_Bnsc.shape[-1],
+        tokens=tokens,
+        tile=tile,
+        tree_tiles=pl.cdiv(nodes, tile),
+    )
+
+
+def add_slice(
+    t: Any,
+    first: Any,
+    head: Any,
+    rank: Any,
+    part: Any,
+    lse: Any,
+    length: Any,
+    x: Any,
+    sums: Any,
+    tops: Any,
+    weights: Any,
+    *,
+    shape: Shape,
+    config: Config,
+) -> None:
+    """Tokens from ``first`` on in the block's columns, rounded, to ``x`` [tokens, 64] in shared memory, swizzled.
+
+    Global: part [B, rows, s, C], lse [B, rows, s, c], length [B]; shared: sums [warps, 64], tops and weights [warps].
+    """
+    unit, line = t.thread() & (_LINE - 1), t.divide(t.thread(), _LINE)
+    in_cluster = t.divide(line, shape.groups)
+    group = line - in_cluster * shape.groups
+    is_token = (in_cluster < shape.tokens) & (first + in_cluster < shape.batch * shape.nodes)
+    token = t.minimum(first + in_cluster, shape.batch * shape.nodes - 1)
+    sequence = t.divide(token, shape.nodes)
+    row = sequence * shape.rows + (token - sequence * shape.nodes) * shape.heads + head
+    column = rank * SIDE + unit * UNIT
+
+    def load(number: Any) -> list[Any]:
+        at = row * shape.splits + number
+        return [*t.load_vector(part, (at * WIDTH + column) >> 1, UNIT // 2), t.load(lse, at * shape.copies)]
+
+    numbers = [group + turn * shape.groups for turn in range(shape.turns)]
+    loaded = [load(t.minimum(number, shape.splits - 1)) for number in numbers[: config.early]]
+    total = t.divide(t.load(length, sequence) + (shape.tile - 1), shape.tile) + shape.tree_tiles
+    each = t.divide(total + (shape.splits - 1), shape.splits)
+    nothing = [t.value(UINT, 0)] * (UNIT // 2) + [t.value(FLOAT, LOWEST)]
+    # Of tokens that are not there zeros are made.
+    top, weight = t.value(FLOAT, LOWEST), t.select(is_token, t.value(FLOAT, 0), 1)
+    acc = [t.value(FLOAT, 0)] * UNIT
+    for start in range(0, shape.turns, config.in_flight):
+        chunk = numbers[start : start + config.in_flight]
+        is_used = [is_token & (number < shape.splits) & (number * each < total) for number in chunk]
+        loaded += [
+            t.branch(used, functools.partial(load, number), nothing)
+            for number, used in list(zip(chunk, is_used, strict=True))[len(loaded) :]
+        ]
+        logs = [t.select(used, log, LOWEST) for used, (*_, log) in zip(is_used, loaded, strict=True)]
+        new_top = functools.reduce(t.maximum, logs, top)
+        scale = t.exp2(top - new_top)
+        top, weight, acc = new_top, weight * scale, [value * scale for value in acc]
+        for used, log, (*words, _) in zip(is_used, logs, loaded, strict=True):
+            weight, *acc = t.branch(used, functools.partial(_add, t, log - top, words, weight, acc), [weight, *acc])
+        loaded = []
+    top, values = _add_lines(t, shape, top, [weight, *acc])
+    if shape.warps_a_token == 1:
+        with t.when(t.is_equal(group, 0) & (in_cluster < shape.tokens)):
+            weight, *acc = values
+            words = pack(t, [value / weight for value in acc])
+            t.store_vector(x, _place(in_cluster, unit * UNIT) >> 1, words)
+        return
+    _add_warps(t, shape, top, values, x, sums, tops, weights)
+
+
+def _add(t: Any, log: Any, words: list, weight: Any, acc: list) -> list:
+    term = t.exp2(log)
+    return [weight + term, *(total + value * term for total, value in zip(acc, unpack(t, words), strict=True))]
+
+
+def _place(token: Any, column: Any) -> Any:
+    """Of a column of a token in lines of 128 bytes, as the copy engine swizzles them."""
+    return token * SIDE + (column ^ ((token & 7) * UNIT))
+
+
+def _add_lines(t: Any, shape: Shape, top: Any, values: list) -> tuple[Any, list]:
+    """What the lines of a warp that have the same token add up to, in each of them."""
+    distances = [_LINE << i for i in range(min(shape.groups, _LINES_A_WARP).bit_length() - 1)]
+    own = top
+    for distance in distances:
+        top = t.maximum(top, t.shuffle_xor(top, distance))
+    scale = t.exp2(own - top)
+    values = [value * scale for value in values]
+    for distance in distances:
+        values = [value + t.shuffle_xor(value, distance) for value in values]
+    return top, values
+
+
+def _add_warps(t: Any, shape: Shape, top: Any, values: list, x: Any, sums: Any, tops: Any, weights: Any) -> None:
+    """Adds up what the warps of a token have, in their order, two columns a thread."""
+    warp, lane = t.thread() >> 5, t.thread() & 31
+    weight, *acc = values
+    with t.when(lane < _LINE):
+        for start in (0, 4):
+            t.store_vector(sums, warp * SIDE + lane * UNIT + start, acc[start : start + 4])
+    with t.when(t.is_equal(lane, 0)):
+        t.store(tops, warp, top)
+        t.store(weights, warp, weight)
+    t.barrier()
+    token = t.divide(t.thread(), SIDE // 2)
+    column = (t.thread() - token * (SIDE // 2)) * 2
+    with t.when(token < shape.tokens):
+        warps = [token * shape.warps_a_token + i for i in range(shape.warps_a_token)]
+        logs = [t.load(tops, i) for i in warps]
+        top = functools.reduce(t.maximum, logs)
+        scales = [t.exp2(log - top) for log in logs]
+        pairs = [t.load_vector(sums, i * SIDE + column, 2) for i in warps]
+        weight, low, high = (
+            functools.reduce(operator.add, [value * scale for value, scale in zip(of_warps, scales, strict=True)])
+            for of_warps in ([t.load(weights, i) for i in warps], *zip(*pairs, strict=True))
+        )
+        t.store(x, _place(token, column) >> 1, t.pair(low / weight, high / weight))
+
+
+def finish(t: Any, first: Any, head: Any, rank: Any, received: Any, out: Any, *, shape: Shape) -> None:
+    """Adds up what the blocks have sent, ``received`` [blocks, tokens, 16 and some], in their order, two outputs a thread."""
+    pairs = _SHARE // 2
+    for turn in range(pl.cdiv(shape.tokens * pairs, _NUM_THREADS)):
+        index = t.thread() + turn * _NUM_THREADS
+        token = t.divide(index, pairs)
+        output = (index - token * pairs) * 2
+        with t.when((token < shape.tokens) & (first + token < shape.batch * shape.nodes)):
+            places = [(token + i * shape.num_columns) * _STRIDE + output for i in range(CLUSTER)]
+            parts = [t.load_vector(received, place, 2) for place in places]
+            sums = [functools.reduce(operator.add, values) for values in zip(*parts, strict=True)]
+            at = ((first + token) * shape.heads + head) * OUTPUTS + rank * _SHARE + output
+            t.store(out, at >> 1, t.pair(*sums))
+
+
+def _send(received_ref: Any, warpgroup: Array, rank: Array, acc: Array, shape: Shape) -> None:
+    """A warp's sums [16, tokens] to the block that finishes these outputs."""
+
+    @w.inline(1, 2, (_WGMMA,))
+    def call(received: Any, warpgroup: Any, rank: Any, acc: Any) -> None:
+        row, t = w.lane()
+        place = w.add(row, w.scaled(t, 2 * _STRIDE), w.scaled(rank, shape.num_columns * _STRIDE))
+        start = w.at(w.pointer(received), w.scaled(place, 4), w.SHARED)
+        to = w.add(w.scaled(warpgroup, 4), w.warp())
+        there = mgpu.utils.inline_ptx(
+            "mapa.shared::cluster.u32 $0, $1, $2;", start, to, result_types=w.i32(), has_side_effects=True
+        )
+        # Registers: 8 tokens after 8, of each the upper and the lower half of the warp's 16 rows.
+        for i, register in enumerate(acc.registers.flat):
+            for j, value in enumerate(w.elements(register, 2)):
+                offset = 4 * ((8 * (i // 2) + j) * _STRIDE + 8 * (i % 2))
+                ptx = f"st.shared::cluster.f32 [$0+{offset}], $1;"
+                mgpu.utils.inline_ptx(ptx, there, value, has_side_effects=True)
+
+    call(received_ref, warpgroup, rank, acc)
+
+
+def _at_cluster_barrier(*actions: str) -> None:
+    @w.inline(0, 0)
+    def call() -> None:
+        for action in actions:
+            mgpu.utils.inline_ptx(f"barrier.cluster.{action};", has_side_effects=True, convergent=True)
+
+    call()
+
+
+def _show_tensor_cores() -> None:
+    """What the threads have stored in shared memory can be read by the tensor cores, once all have called this."""
+
+    @w.inline(0, 0)
+    def call() -> None:
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+        simt.Threads().barrier()
+
+    call()
+
+
+def project_splits(
+    part_BnsC: BFloat16[Array, "B n s C"],
+    lse_Bnsc: Float[Array, "B n s c"],
+    length_B: Int32[Array, "B"],
+    blocks: BFloat16[Array, "M N 64 64"],
+    *,
+    nodes: int,
+    heads: int,
+    tile: int,
+    config: Config = Config(),
+) -> BFloat16[Array, "T HU"]:
+    """The sum over splits, as `tree_mla_split.combine` gives it, of each head times its matrix; products summed in float32.
+
+    Rows are ``nodes`` x ``heads``, and some that are not read. Heads' matrices stand below each other in blocks, as
+    `skinny_gemm.pack_weights` lays them out.
+
+    Raises:
+      NotImplementedError: the kernel does not take this input. It is named.
+    """
+    shape = choose_shape(part_BnsC, lse_Bnsc, blocks, nodes, heads, tile, config)
+
+    def body(part, lse, length, blocks, out, x_s, blocks_s, received_s, sums_s, tops_s, weights_s, full):  # fmt: skip
+        index, rank, warpgroup = (lax.axis_index(name) for name in ("block", "rank", "warpgroup"))
+        head = lax.div(index, jnp.int32(shape.clusters_a_head))
+        first = lax.rem(index, jnp.int32(shape.clusters_a_head)) * shape.tokens
+        _at_cluster_barrier("arrive.relaxed")
+
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            for i in range(WARPGROUPS):
+                source = blocks.at[head * WARPGROUPS + i, rank]
+                plgpu.copy_gmem_to_smem(source, blocks_s.at[i], full)
+
+        _run_slice([(part, UINT), (lse, FLOAT), (length, INT)], x_s, [sums_s, tops_s, weights_s], [first, head, rank])
+        _show_tensor_cores()
+        plgpu.barrier_wait(full)
+
+        def multiply(acc_ref: Any) -> Array:
+            plgpu.wgmma(acc_ref, blocks_s.at[warpgroup], x_s.transpose((1, 0)))
+            return acc_ref[...]
+
+        acc = pl.run_scoped(multiply, plgpu.ACC((SIDE, shape.num_columns), jnp.float32))
+        # All blocks have begun, so that their shared memory is there.
+        _at_cluster_barrier("wait.acquire")
+        _send(received_s, warpgroup, rank, acc, shape)
+        _at_cluster_barrier("arrive.release", "wait.acquire")
+        simt.run(functools.partial(finish, shape=shape), [(received_s, FLOAT), (out, UINT)], [first, head, rank])
+
+    def _run_slice(arrays: list, x_s: Any, scratch: list, numbers: list) -> None:
+        kinds = [kind for _, kind in arrays]
+
+        @plgpu.inline_mgpu(
+            arg_types=(*(w.REF,) * len(arrays), plgpu.RefType(_SWIZZLED), *(w.REF,) * 3, *(w.SCALAR,) * len(numbers))
+        )
+        def call(_: Any, *args: Any) -> None:
+            refs, values = args[: len(arrays) + 4], [x.registers.item() for x in args[len(arrays) + 4 :]]
+            memories = map(simt.Memory, refs, [*kinds, UINT, FLOAT, FLOAT, FLOAT])
+            values = [simt.Value(value, INT) for value in values]
+            add_slice(simt.Threads(), *values, *memories, shape=shape, config=config)
+
+        call(*(ref for ref, _ in arrays), x_s, *scratch, *numbers)
+
+    num_warps = _NUM_THREADS // 32
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((shape.batch * nodes, heads * OUTPUTS), jnp.bfloat16),
+        grid=(heads * shape.clusters_a_head,),
+        grid_names=("block",),
+        cluster=(CLUSTER,),
+        cluster_names=("rank",),
+        scratch_types=[
+            plgpu.SMEM((shape.num_columns, SIDE), jnp.bfloat16, transforms=_SWIZZLED),
+            plgpu.SMEM((WARPGROUPS, SIDE, SIDE), jnp.bfloat16, transforms=_SWIZZLED),
+            plgpu.SMEM((shape.num_received,), jnp.float32),
+            plgpu.SMEM((shape.num_sums,), jnp.float32),
+            plgpu.SMEM((num_warps,), jnp.float32),
+            plgpu.SMEM((num_warps,), jnp.float32),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ],
+        **simt.options("project_splits", _NUM_THREADS),
+    )(part_BnsC, lse_Bnsc, length_B, blocks)
