@@ -15,6 +15,7 @@ Bytes: splits and matrices, all of which the launches before may have left in th
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, BFloat16, Float, Int32
 
 from ddtree_jax.pallas import simt
@@ -55,7 +57,7 @@ class Config:
     which it starts ``early`` ones before it knows how many splits there are.
     """
 
-    most_clusters: int = 16
+    most_clusters: int = 32
     in_flight: int = 9
     early: int = 1
 
@@ -188,6 +190,8 @@ def add_slice(
 
     numbers = [group + turn * shape.groups for turn in range(shape.turns)]
     loaded = [load(t.minimum(number, shape.splits - 1)) for number in numbers[: config.early]]
+    # No access is moved past a barrier: these do not wait for the length.
+    t.warp_barrier()
     total = t.divide(t.load(length, sequence) + (shape.tile - 1), shape.tile) + shape.tree_tiles
     each = t.divide(total + (shape.splits - 1), shape.splits)
     nothing = [t.value(UINT, 0)] * (UNIT // 2) + [t.value(FLOAT, LOWEST)]
@@ -201,6 +205,8 @@ def add_slice(
             t.branch(used, functools.partial(load, number), nothing)
             for number, used in list(zip(chunk, is_used, strict=True))[len(loaded) :]
         ]
+        # All are on their way before anything waits for one.
+        t.warp_barrier()
         logs = [t.select(used, log, LOWEST) for used, (*_, log) in zip(is_used, loaded, strict=True)]
         new_top = functools.reduce(t.maximum, logs, top)
         scale = t.exp2(top - new_top)
@@ -282,44 +288,64 @@ def finish(t: Any, first: Any, head: Any, rank: Any, received: Any, out: Any, *,
             t.store(out, at >> 1, t.pair(*sums))
 
 
-def _send(received_ref: Any, warpgroup: Array, rank: Array, acc: Array, shape: Shape) -> None:
-    """A warp's sums [16, tokens] to the block that finishes these outputs."""
+def _add_slice(shape: Shape, config: Config, numbers: tuple, arrays: tuple, x_ref: Any, scratch: Sequence[Any]) -> None:
+    """`add_slice` in a kernel's body; the tensor cores may read what it has stored, behind it."""
+    kinds = UINT, FLOAT, INT, UINT, FLOAT, FLOAT, FLOAT
+    before, behind = (w.REF,) * len(arrays), (w.REF,) * len(scratch)
 
-    @w.inline(1, 2, (_WGMMA,))
-    def call(received: Any, warpgroup: Any, rank: Any, acc: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(*before, plgpu.RefType(_SWIZZLED), *behind, *(w.SCALAR,) * len(numbers)))
+    def call(_: Any, *args: Any) -> None:
+        t, values = simt.Threads(), [simt.Value(x.registers.item(), INT) for x in args[len(kinds) :]]
+        add_slice(t, *values, *map(simt.Memory, args[: len(kinds)], kinds), shape=shape, config=config)
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+        t.barrier()
+
+    call(*arrays, x_ref, *scratch, *numbers)
+
+
+def _expect(barriers_ref: Any, num_bytes: int) -> None:
+    """Makes the barrier that waits for what the cluster's blocks send, so many bytes in all."""
+    w.init_barriers(barriers_ref, (1,))
+
+    @w.inline(1, 0)
+    def call(barriers: Any) -> None:
+        first = arith.cmpi(arith.CmpIPredicate.eq, w.thread(), w.i32(0))
+        ptx = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {num_bytes};"
+        mgpu.utils.inline_ptx(ptx, w.pointer(barriers), predicate=first, has_side_effects=True)
+
+    call(barriers_ref)
+
+
+def _send(received_ref: Any, barriers_ref: Any, warpgroup: Array, rank: Array, acc: Array, shape: Shape) -> None:
+    """A warp's sums [16, tokens] to the block that finishes these outputs, which is told how many bytes have come."""
+
+    @w.inline(2, 2, (_WGMMA,))
+    def call(received: Any, barriers: Any, warpgroup: Any, rank: Any, acc: Any) -> None:
         row, t = w.lane()
         place = w.add(row, w.scaled(t, 2 * _STRIDE), w.scaled(rank, shape.num_columns * _STRIDE))
         start = w.at(w.pointer(received), w.scaled(place, 4), w.SHARED)
         to = w.add(w.scaled(warpgroup, 4), w.warp())
-        there = mgpu.utils.inline_ptx(
-            "mapa.shared::cluster.u32 $0, $1, $2;", start, to, result_types=w.i32(), has_side_effects=True
+        there, barrier = (
+            mgpu.utils.inline_ptx(
+                "mapa.shared::cluster.u32 $0, $1, $2;", here, to, result_types=w.i32(), has_side_effects=True
+            )
+            for here in (start, w.pointer(barriers))
         )
         # Registers: 8 tokens after 8, of each the upper and the lower half of the warp's 16 rows.
         for i, register in enumerate(acc.registers.flat):
             for j, value in enumerate(w.elements(register, 2)):
                 offset = 4 * ((8 * (i // 2) + j) * _STRIDE + 8 * (i % 2))
-                ptx = f"st.shared::cluster.f32 [$0+{offset}], $1;"
-                mgpu.utils.inline_ptx(ptx, there, value, has_side_effects=True)
+                ptx = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32"
+                ptx = f"{ptx} [$0+{offset}], $1, [$2];"
+                mgpu.utils.inline_ptx(ptx, there, value, barrier, has_side_effects=True)
 
-    call(received_ref, warpgroup, rank, acc)
+    call(received_ref, barriers_ref, warpgroup, rank, acc)
 
 
-def _at_cluster_barrier(*actions: str) -> None:
+def _at_cluster_barrier(action: str) -> None:
     @w.inline(0, 0)
     def call() -> None:
-        for action in actions:
-            mgpu.utils.inline_ptx(f"barrier.cluster.{action};", has_side_effects=True, convergent=True)
-
-    call()
-
-
-def _show_tensor_cores() -> None:
-    """What the threads have stored in shared memory can be read by the tensor cores, once all have called this."""
-
-    @w.inline(0, 0)
-    def call() -> None:
-        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-        simt.Threads().barrier()
+        mgpu.utils.inline_ptx(f"barrier.cluster.{action};", has_side_effects=True, convergent=True)
 
     call()
 
@@ -345,11 +371,11 @@ def project_splits(
     """
     shape = choose_shape(part_BnsC, lse_Bnsc, blocks, nodes, heads, tile, config)
 
-    def body(part, lse, length, blocks, out, x_s, blocks_s, received_s, sums_s, tops_s, weights_s, full):  # fmt: skip
+    def body(part, lse, length, blocks, out, x_s, blocks_s, received_s, *rest):
+        *scratch_s, barriers, full = rest
         index, rank, warpgroup = (lax.axis_index(name) for name in ("block", "rank", "warpgroup"))
         head = lax.div(index, jnp.int32(shape.clusters_a_head))
         first = lax.rem(index, jnp.int32(shape.clusters_a_head)) * shape.tokens
-        _at_cluster_barrier("arrive.relaxed")
 
         @pl.when(warpgroup == 0)
         def _() -> None:
@@ -357,8 +383,9 @@ def project_splits(
                 source = blocks.at[head * WARPGROUPS + i, rank]
                 plgpu.copy_gmem_to_smem(source, blocks_s.at[i], full)
 
-        _run_slice([(part, UINT), (lse, FLOAT), (length, INT)], x_s, [sums_s, tops_s, weights_s], [first, head, rank])
-        _show_tensor_cores()
+        _expect(barriers, 4 * CLUSTER * _SHARE * shape.num_columns)
+        _at_cluster_barrier("arrive.relaxed")
+        _add_slice(shape, config, (first, head, rank), (part, lse, length), x_s, scratch_s)
         plgpu.barrier_wait(full)
 
         def multiply(acc_ref: Any) -> Array:
@@ -366,25 +393,11 @@ def project_splits(
             return acc_ref[...]
 
         acc = pl.run_scoped(multiply, plgpu.ACC((SIDE, shape.num_columns), jnp.float32))
-        # All blocks have begun, so that their shared memory is there.
+        # All blocks have made their barriers.
         _at_cluster_barrier("wait.acquire")
-        _send(received_s, warpgroup, rank, acc, shape)
-        _at_cluster_barrier("arrive.release", "wait.acquire")
+        _send(received_s, barriers, warpgroup, rank, acc, shape)
+        w.wait_barrier(barriers, *(jnp.int32(0),) * 2)
         simt.run(functools.partial(finish, shape=shape), [(received_s, FLOAT), (out, UINT)], [first, head, rank])
-
-    def _run_slice(arrays: list, x_s: Any, scratch: list, numbers: list) -> None:
-        kinds = [kind for _, kind in arrays]
-
-        @plgpu.inline_mgpu(
-            arg_types=(*(w.REF,) * len(arrays), plgpu.RefType(_SWIZZLED), *(w.REF,) * 3, *(w.SCALAR,) * len(numbers))
-        )
-        def call(_: Any, *args: Any) -> None:
-            refs, values = args[: len(arrays) + 4], [x.registers.item() for x in args[len(arrays) + 4 :]]
-            memories = map(simt.Memory, refs, [*kinds, UINT, FLOAT, FLOAT, FLOAT])
-            values = [simt.Value(value, INT) for value in values]
-            add_slice(simt.Threads(), *values, *memories, shape=shape, config=config)
-
-        call(*(ref for ref, _ in arrays), x_s, *scratch, *numbers)
 
     num_warps = _NUM_THREADS // 32
     return plgpu.kernel(
@@ -401,6 +414,7 @@ def project_splits(
             plgpu.SMEM((shape.num_sums,), jnp.float32),
             plgpu.SMEM((num_warps,), jnp.float32),
             plgpu.SMEM((num_warps,), jnp.float32),
+            plgpu.SMEM((1,), jnp.int64),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
         **simt.options("project_splits", _NUM_THREADS),
