@@ -92,13 +92,22 @@ CASES = (
     Case("add_norm of float32", *_NORMS, functools.partial(_rows, jnp.float32)),
     Case("choose_experts", *_CHOICES, _logits),
     Case("latent_rows", *_LATENTS, _projections),
-    Case("attend_and_project", *_ATTENTIONS, _attention),
 )
+HOPPER_CASES = (Case("attend_and_project", *_ATTENTIONS, _attention),)
 
 
-def cases_to_compile() -> Iterator[tuple[str, Callable[..., Any], tuple]]:
+def cases_on(major: int) -> tuple[Case, ...]:
+    """Those that a device of this compute capability takes."""
+    return CASES + HOPPER_CASES if major == 9 else CASES
+
+
+def _cases_here() -> tuple[Case, ...]:
+    return cases_on(int(jax.devices()[0].compute_capability.split(".")[0]))
+
+
+def cases_to_compile(major: int) -> Iterator[tuple[str, Callable[..., Any], tuple]]:
     """Name, function and shapes of its arguments, at 16 nodes."""
-    for case in CASES:
+    for case in cases_on(major):
         yield case.name, case.kernel, jax.eval_shape(functools.partial(case.arrays, 16, 0))
 
 
@@ -117,7 +126,7 @@ def largest_errors(ours: Sequence[jax.Array], theirs: Sequence[jax.Array]) -> li
 def check(num_seeds: int, nodes: int = 16) -> dict[str, Any]:
     """Largest errors of each kernel against plain JAX on the same device, over so many draws."""
     found = {}
-    for case in CASES:
+    for case in _cases_here():
         kernel, reference = jax.jit(case.kernel), jax.jit(case.reference)
         arrays = [case.arrays(nodes, seed) for seed in range(num_seeds)]
         errors = [largest_errors(tuple(kernel(*one)), tuple(reference(*one))) for one in arrays]
@@ -141,7 +150,7 @@ def cold_seconds(call: Callable[..., Any], arrays: tuple, runs: int) -> float:
 
 def measure(nodes: Sequence[int], runs: int) -> Iterator[dict[str, Any]]:
     """Result lines without provenance; ``errors`` are those of `largest_errors`."""
-    for case in CASES:
+    for case in _cases_here():
         for number in nodes:
             arrays = case.arrays(number, number)
             kernel, reference = (jax.jit(f).lower(*arrays).compile() for f in (case.kernel, case.reference))

@@ -70,7 +70,7 @@ KERNELS: dict[str, Callable[[Device], Iterator[Case]]] = {
     "tree_expand": lambda _: map(Case._make, bench_tree_expand.cases_to_compile()),
     "sample": lambda _: map(Case._make, bench_sample.cases_to_compile()),
     "commit": lambda _: map(Case._make, bench_commit.cases_to_compile()),
-    "layer": lambda _: map(Case._make, bench_layer.cases_to_compile()),
+    "layer": lambda device: map(Case._make, bench_layer.cases_to_compile(device.capability[0])),
     "block_attention": lambda device: map(Case._make, _copying_cases(device)),
     "skinny_gemm": lambda device: map(Case._make, _hopper_cases(device)),
 }
