@@ -51,8 +51,8 @@ def shape_of(part: np.ndarray, lse: np.ndarray, nodes: int, heads: int, config: 
     ("batch", "nodes", "heads", "splits", "lengths", "config"),
     [
         (1, 1, 3, 35, (900,), Config()),
-        (1, 5, 2, 9, (0,), Config(early=3)),
-        (2, 3, 2, 20, (64 * 19, 65), Config(early=0, in_flight=2)),
+        (1, 5, 2, 9, (0,), Config(in_flight=9)),
+        (2, 3, 2, 20, (64 * 19, 65), Config(in_flight=2)),
         (1, 16, 8, 7, (200,), Config()),
         (1, 33, 1, 3, (5000,), Config(most_clusters=1)),
         (2, 8, 8, 5, (1, 250), Config(in_flight=1)),

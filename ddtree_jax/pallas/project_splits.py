@@ -53,13 +53,13 @@ _SWIZZLED = (plgpu.TilingTransform((8, SIDE)), plgpu.SwizzleTransform(128))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Up to ``most_clusters`` are made by dividing the tokens; a thread has ``in_flight`` loads on their way at once, of
-    which it starts ``early`` ones before it knows how many splits there are.
+    """Up to ``most_clusters`` are made by dividing the tokens; a thread has ``in_flight`` splits on their way at once.
+
+    Both are kept low: a launch of more clusters takes longer to begin, and code that is run once is waited for.
     """
 
-    most_clusters: int = 32
-    in_flight: int = 9
-    early: int = 1
+    most_clusters: int = 16
+    in_flight: int = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +97,6 @@ class Shape:
     @property
     def warps_a_token(self) -> int:
         return max(1, self.groups // _LINES_A_WARP)
-
-    @property
-    def turns(self) -> int:
-        """Splits of a group."""
-        return pl.cdiv(self.splits, self.groups)
 
     @property
     def num_sums(self) -> int:
@@ -184,37 +179,38 @@ def add_slice(
     row = sequence * shape.rows + (token - sequence * shape.nodes) * shape.heads + head
     column = rank * SIDE + unit * UNIT
 
+    total = t.divide(t.load(length, sequence) + (shape.tile - 1), shape.tile) + shape.tree_tiles
+    each = _share_out(t, total, shape.splits)
+    num_used = t.select(is_token, _share_out(t, total, each), 0)
+    nothing = [t.value(UINT, 0)] * (UNIT // 2) + [t.value(FLOAT, LOWEST)]
+
     def load(number: Any) -> list[Any]:
         at = row * shape.splits + number
         return [*t.load_vector(part, (at * WIDTH + column) >> 1, UNIT // 2), t.load(lse, at * shape.copies)]
 
-    numbers = [group + turn * shape.groups for turn in range(shape.turns)]
-    loaded = [load(t.minimum(number, shape.splits - 1)) for number in numbers[: config.early]]
-    # No access is moved past a barrier: these do not wait for the length.
-    t.warp_barrier()
-    total = t.divide(t.load(length, sequence) + (shape.tile - 1), shape.tile) + shape.tree_tiles
-    each = t.divide(total + (shape.splits - 1), shape.splits)
-    nothing = [t.value(UINT, 0)] * (UNIT // 2) + [t.value(FLOAT, LOWEST)]
-    # Of tokens that are not there zeros are made.
-    top, weight = t.value(FLOAT, LOWEST), t.select(is_token, t.value(FLOAT, 0), 1)
-    acc = [t.value(FLOAT, 0)] * UNIT
-    for start in range(0, shape.turns, config.in_flight):
-        chunk = numbers[start : start + config.in_flight]
-        is_used = [is_token & (number < shape.splits) & (number * each < total) for number in chunk]
-        loaded += [
+    def add_some(i: Any, top: Any, weight: Any, *acc: Any) -> list[Any]:
+        numbers = [group + (i * config.in_flight + turn) * shape.groups for turn in range(config.in_flight)]
+        is_used = [number < num_used for number in numbers]
+        loaded = [
             t.branch(used, functools.partial(load, number), nothing)
-            for number, used in list(zip(chunk, is_used, strict=True))[len(loaded) :]
+            for number, used in zip(numbers, is_used, strict=True)
         ]
-        # All are on their way before anything waits for one.
+        # All are on their way before anything waits for one: no access is moved past a barrier.
         t.warp_barrier()
-        logs = [t.select(used, log, LOWEST) for used, (*_, log) in zip(is_used, loaded, strict=True)]
+        logs = [log for *_, log in loaded]
         new_top = functools.reduce(t.maximum, logs, top)
         scale = t.exp2(top - new_top)
-        top, weight, acc = new_top, weight * scale, [value * scale for value in acc]
-        for used, log, (*words, _) in zip(is_used, logs, loaded, strict=True):
-            weight, *acc = t.branch(used, functools.partial(_add, t, log - top, words, weight, acc), [weight, *acc])
-        loaded = []
-    top, values = _add_lines(t, shape, top, [weight, *acc])
+        values = [value * scale for value in (weight, *acc)]
+        for used, (*words, log) in zip(is_used, loaded, strict=True):
+            values = t.branch(used, functools.partial(_add, t, log - new_top, words, *values), values)
+        return [new_top, *values]
+
+    # Lanes of a warp may have tokens of different lengths, but take all turns together.
+    count = t.warp_maximum(t.cast(_share_out(t, num_used, shape.groups * config.in_flight), UINT))
+    # Of tokens that are not there zeros are made.
+    weight, zero = t.select(is_token, t.value(FLOAT, 0), 1), t.value(FLOAT, 0)
+    top, *values = t.loop(t.cast(count, INT), add_some, [t.value(FLOAT, LOWEST), weight, *[zero] * UNIT])
+    top, values = _add_lines(t, shape, top, values)
     if shape.warps_a_token == 1:
         with t.when(t.is_equal(group, 0) & (in_cluster < shape.tokens)):
             weight, *acc = values
@@ -224,7 +220,12 @@ def add_slice(
     _add_warps(t, shape, top, values, x, sums, tops, weights)
 
 
-def _add(t: Any, log: Any, words: list, weight: Any, acc: list) -> list:
+def _share_out(t: Any, total: Any, parts: Any) -> Any:
+    """``total`` by ``parts``, rounded up."""
+    return t.divide(total + (parts - 1), parts)
+
+
+def _add(t: Any, log: Any, words: list, weight: Any, *acc: Any) -> list:
     term = t.exp2(log)
     return [weight + term, *(total + value * term for total, value in zip(acc, unpack(t, words), strict=True))]
 

@@ -153,7 +153,7 @@ class Threads:
     def minimum(self, a: Value, b: Any) -> Value:
         return a._apply({FLOAT: arith.minnumf, INT: arith.minsi}.get(a.kind, arith.minui), b)
 
-    def divide(self, a: Value, divisor: int) -> Value:
+    def divide(self, a: Value, divisor: Any) -> Value:
         """Of an integer that is not negative."""
         return a._apply(arith.divui, divisor)
 
