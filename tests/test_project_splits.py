@@ -54,8 +54,8 @@ def shape_of(part: np.ndarray, lse: np.ndarray, nodes: int, heads: int, config: 
         (1, 5, 2, 9, (0,), Config(in_flight=9)),
         (2, 3, 2, 20, (64 * 19, 65), Config(in_flight=2)),
         (1, 16, 8, 7, (200,), Config()),
-        (1, 33, 1, 3, (5000,), Config(most_clusters=1)),
-        (2, 8, 8, 5, (1, 250), Config(in_flight=1)),
+        (1, 33, 1, 3, (5000,), Config(few_clusters=1)),
+        (2, 8, 8, 20, (1, 64 * 19), Config(in_flight=2)),
     ],
 )
 def test_slices_of_all_blocks_are_the_sum(batch, nodes, heads, splits, lengths, config):
@@ -87,7 +87,7 @@ def run_slice(shape: Shape, config: Config, arrays: list, numbers: tuple[int, ..
 @pytest.mark.parametrize(("batch", "nodes", "heads"), [(1, 16, 8), (1, 1, 2), (3, 13, 1)])
 def test_what_blocks_send_is_added_up(batch, nodes, heads):
     part, lse, _ = draw(batch, nodes, heads, 2, (9,) * batch)
-    shape = shape_of(part, lse, nodes, heads, Config(most_clusters=2))
+    shape = shape_of(part, lse, nodes, heads, Config(few_clusters=2))
     rng, num_tokens = np.random.default_rng(0), batch * nodes
     sums = rng.normal(size=(CLUSTER, num_tokens, heads, OUTPUTS)).astype(np.float32)
     out = shared(num_tokens * heads * OUTPUTS // 2, UINT)
@@ -116,6 +116,7 @@ def test_what_does_not_fit_is_refused():
             choose_shape(part, lse, blocks, nodes, heads, TILE)
 
     refuse("65 tokens", nodes=65)
+    refuse("17 heads", heads=17)
     refuse("1 splits", part[:, :, :1])
     refuse("of 256 columns", part[..., :256])
     refuse("of float32; two", part.astype(np.float32))

@@ -39,7 +39,8 @@ SIDE = 64
 CLUSTER, WARPGROUPS = 8, 2
 WIDTH, OUTPUTS = CLUSTER * SIDE, WARPGROUPS * SIDE
 """Latent columns, and outputs of a head."""
-MAX_TOKENS = 64
+MAX_TOKENS, MAX_HEADS = 64, 16
+"""Of more heads there are more clusters than begin at once: with 64 heads this takes longer than two launches."""
 
 _NUM_THREADS = WARPGROUPS * 128
 _LINE = SIDE // UNIT  # Threads of a line.
@@ -53,12 +54,14 @@ _SWIZZLED = (plgpu.TilingTransform((8, SIDE)), plgpu.SwizzleTransform(128))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Up to ``most_clusters`` are made by dividing the tokens; a thread has ``in_flight`` splits on their way at once.
+    """Up to ``few_clusters`` are made by dividing ``few_tokens``, twice as many by dividing more; a thread has ``in_flight``
+    splits on their way at once.
 
-    Both are kept low: a launch of more clusters takes longer to begin, and code that is run once is waited for.
+    They are kept low: a launch of more clusters takes longer to begin, and code that is run once is waited for.
     """
 
-    most_clusters: int = 16
+    few_tokens: int = 16
+    few_clusters: int = 16
     in_flight: int = 6
 
 
@@ -113,6 +116,8 @@ def check(num_tokens: int, heads: int, blocks: Any) -> None:
     """Raises NotImplementedError, which names what the kernel does not take, before there are splits."""
     if not 1 <= num_tokens <= MAX_TOKENS:
         raise NotImplementedError(f"{num_tokens} tokens; 1 to {MAX_TOKENS} fit")
+    if heads > MAX_HEADS:
+        raise NotImplementedError(f"{heads} heads; up to {MAX_HEADS} are multiplied here")
     expected = (heads * WARPGROUPS, CLUSTER, SIDE, SIDE)
     if blocks.shape != expected:
         raise NotImplementedError(f"a weight of shape {blocks.shape}; {expected} is needed")
@@ -129,14 +134,15 @@ def choose_shape(
       NotImplementedError: the kernel does not take this input. It is named.
     """
     batch, rows, splits, width = part_BnsC.shape
-    T = batch * nodes
-    check(T, heads, blocks)
+    num_tokens = batch * nodes
+    check(num_tokens, heads, blocks)
     if width != WIDTH or splits == 1 or part_BnsC.dtype != jnp.bfloat16:
         raise NotImplementedError(
             f"{splits} splits of {width} columns of {part_BnsC.dtype}; two of {WIDTH} of bfloat16 are needed"
         )
-    clusters = min(max(1, config.most_clusters // heads), T)
-    tokens = min(pl.cdiv(T, clusters), _LINES)
+    most_clusters = config.few_clusters * (2 if num_tokens > config.few_tokens else 1)
+    clusters = min(max(1, most_clusters // heads), num_tokens)
+    tokens = min(pl.cdiv(num_tokens, clusters), _LINES)
     return Shape(
         batch=batch,
         nodes=nodes,
