@@ -32,6 +32,7 @@ from ddtree_jax.pallas import simt
 from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.bfloat16_rows import UNIT, pack, unpack
 from ddtree_jax.pallas.simt import FLOAT, INT, UINT
+from ddtree_jax.pallas.skinny_gemm_kernel import at_cluster_barrier
 from ddtree_jax.pallas.tree_mla_split import LOWEST
 
 SIDE = 64
@@ -349,14 +350,6 @@ def _send(received_ref: Any, barriers_ref: Any, warpgroup: Array, rank: Array, a
     call(received_ref, barriers_ref, warpgroup, rank, acc)
 
 
-def _at_cluster_barrier(action: str) -> None:
-    @w.inline(0, 0)
-    def call() -> None:
-        mgpu.utils.inline_ptx(f"barrier.cluster.{action};", has_side_effects=True, convergent=True)
-
-    call()
-
-
 def project_splits(
     part_BnsC: BFloat16[Array, "B n s C"],
     lse_Bnsc: Float[Array, "B n s c"],
@@ -391,7 +384,7 @@ def project_splits(
                 plgpu.copy_gmem_to_smem(source, blocks_s.at[i], full)
 
         _expect(barriers, 4 * CLUSTER * _SHARE * shape.num_columns)
-        _at_cluster_barrier("arrive.relaxed")
+        at_cluster_barrier("arrive.relaxed")
         _add_slice(shape, config, (first, head, rank), (part, lse, length), x_s, scratch_s)
         plgpu.barrier_wait(full)
 
@@ -401,7 +394,7 @@ def project_splits(
 
         acc = pl.run_scoped(multiply, plgpu.ACC((SIDE, shape.num_columns), jnp.float32))
         # All blocks have made their barriers.
-        _at_cluster_barrier("wait.acquire")
+        at_cluster_barrier("wait.acquire")
         _send(received_s, barriers, warpgroup, rank, acc, shape)
         w.wait_barrier(barriers, *(jnp.int32(0),) * 2)
         simt.run(functools.partial(finish, shape=shape), [(received_s, FLOAT), (out, UINT)], [first, head, rank])
