@@ -22,7 +22,8 @@ from ddtree_jax.pallas.project_splits import (
     finish,
 )
 from ddtree_jax.pallas.simt import FLOAT, INT, UINT
-from ddtree_jax.pallas.tree_mla_split import combine_reference, tile_counts
+from ddtree_jax.pallas.split_sum import sum_splits_reference
+from ddtree_jax.pallas.tree_mla_split import tile_counts
 from tests.simt_numpy import NumpyThreads, memory_of, shared
 
 NUM_THREADS, TILE, COPIES = 256, 64, 8
@@ -61,7 +62,9 @@ def shape_of(part: np.ndarray, lse: np.ndarray, nodes: int, heads: int, config: 
 def test_slices_of_all_blocks_are_the_sum(batch, nodes, heads, splits, lengths, config):
     part, lse, length = draw(batch, nodes, heads, splits, lengths)
     shape = shape_of(part, lse, nodes, heads, config)
-    expected = combine_reference(*map(jnp.asarray, (part, lse, length)), tree_tiles=1, tile=TILE)
+    expected = sum_splits_reference(
+        *map(jnp.asarray, (part, lse, length)), num_tiles=lambda length: tile_counts(length, 1, splits, TILE)[1]
+    )
     expected = np.asarray(expected[:, : nodes * heads].astype(jnp.float32)).reshape(-1, heads, WIDTH)
     arrays = [memory_of(array) for array in (part, lse, length)]
     for i, first in enumerate(range(0, batch * nodes, shape.tokens)):

@@ -33,7 +33,7 @@ from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.bfloat16_rows import UNIT, pack, unpack
 from ddtree_jax.pallas.simt import FLOAT, INT, UINT
 from ddtree_jax.pallas.skinny_gemm_kernel import at_cluster_barrier
-from ddtree_jax.pallas.tree_mla_split import LOWEST
+from ddtree_jax.pallas.split_sum import LOWEST
 
 SIDE = 64
 """Columns of a block, and rows of a block of the weight: the rows of ``wgmma``, and a line of 128 bytes."""

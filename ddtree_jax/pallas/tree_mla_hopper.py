@@ -98,7 +98,7 @@ def tree_mla_hopper(
         length_B,
         tree_tiles=pl.cdiv(num_nodes, _TILE),
         tile=_TILE,
-        most=split.most_splits(batch, pl.cdiv(query_BnC.shape[1], _TILE), config.num_sms),
+        most=split.most_splits(batch, pl.cdiv(part_BnsC.shape[1], _TILE), config.num_sms),
         num_sms=config.num_sms,
         interpret=interpret,
     )
