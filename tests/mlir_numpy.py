@@ -52,6 +52,14 @@ class Machine:
         assert len(np.unique(places)) == len(np.unique(np.stack([places, values]), axis=1).T), "threads disagree"
         pointer.words[places] = values
 
+    def run_ptx(self, ptx: str, *operands: Any, **options: Any) -> np.ndarray | None:
+        if ptx == "popc.b32 $0, $1;":
+            return np.bitwise_count(operands[0].view(np.uint32)).astype(np.int32)
+        if ptx == "red.shared.or.b32 [$0], $1;":
+            np.bitwise_or.at(operands[0].words, self._places(operands[0])[self.active], operands[1][self.active])
+            return None
+        return self.add_atomically(ptx, *operands, **options)
+
     def add_atomically(self, ptx: str, pointer: Pointer, value: np.ndarray | None = None, **options: Any) -> np.ndarray:
         assert ptx == f"atom.shared.add.u32 $0, [$1], {1 if value is None else '$2'};"
         value = self.value(1) if value is None else value
@@ -128,7 +136,7 @@ class Machine:
             "GLOBAL": 1,
             "SHARED": 3,
         }
-        utils = {"when": self.when, "fori": self.fori, "inline_ptx": self.add_atomically}
+        utils = {"when": self.when, "fori": self.fori, "inline_ptx": self.run_ptx}
         return {
             "arith": types.SimpleNamespace(**arith),
             "llvm": types.SimpleNamespace(load=self.load, store=self.store),

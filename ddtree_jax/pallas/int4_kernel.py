@@ -130,6 +130,7 @@ class _Block:
         """Both products and what lies between and behind them."""
         _, first_sums, hidden, second_sums, first_parts, second_parts = self.outputs
         gate_up, down = self.products
+        self.semaphores.clear_next(self.index, self.config.num_blocks)
         stage = (jnp.int32(0), jnp.int32(0))
         stage = self._multiply(gate_up, stage, first_sums, first_parts, hidden)
         self._combine()
@@ -386,9 +387,9 @@ def int4_moe_kernel(
         index = lax.axis_index("block")
         threads = config.num_threads + 128
         num_semaphores = 1 + table.num_units * (1 + gate_up_product.num_tiles)
-        semaphores = warps.open_semaphores(num_semaphores, index, config.num_blocks, threads, config.num_threads)
+        semaphores = warps.open_semaphores(num_semaphores, config.num_threads)
         arrivals = [fetching] * num_stages + [_WARPS * config.warpgroups] * num_stages
-        warps.init_barriers(barriers, arrivals)
+        warps.init_barriers(barriers, arrivals, waits=False)
         build_schedule(expert, units, pairs, places, ring, table=table, num_threads=threads)
         warpgroup = lax.axis_index("warpgroup")
         block = _Block(

@@ -118,8 +118,11 @@ def inline(num_refs: int, num_scalars: int, arrays: tuple = (), result: Any = No
     return decorate
 
 
-def init_barriers(barriers: Any, counts: Sequence[int]) -> None:
-    """Makes ``barriers`` (int64 in shared memory) usable, barrier i with ``counts[i]`` arrivals; all threads wait."""
+def init_barriers(barriers: Any, counts: Sequence[int], *, waits: bool = True) -> None:
+    """Makes ``barriers`` (int64 in shared memory) usable, barrier i with ``counts[i]`` arrivals.
+
+    All threads wait, unless the caller has them wait before the first use.
+    """
 
     @inline(1, 0)
     def call(ref: ir.Value) -> None:
@@ -128,7 +131,8 @@ def init_barriers(barriers: Any, counts: Sequence[int]) -> None:
             nvvm.mbarrier_init(at(pointer(ref), i32(8 * i), SHARED), i32(count), predicate=first)
         if has_copy_engine():
             mgpu.utils.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
-        gpu.barrier()
+        if waits:
+            gpu.barrier()
 
     call(barriers)
 
@@ -227,7 +231,7 @@ class Semaphores:
     """``size`` counters that are zero at every launch, though nothing fills them before it.
 
     They lie in the kernel's module. Launches, which never overlap, take one of two sets in turn: ``launch`` counts them. A
-    launch clears the other set, for the next.
+    launch has to clear the other set, for the next.
     """
 
     size: int
@@ -265,6 +269,20 @@ class Semaphores:
 
         call(self._place(index), count)
 
+    def clear_next(self, block: jax.Array, num_blocks: int) -> None:
+        """The computing threads of all blocks call this: the other set will be zero when the next launch begins."""
+
+        @inline(0, 2)
+        def call(launch: ir.Value, block: ir.Value) -> None:
+            other = arith.muli(arith.andi(arith.addi(launch, i32(1)), i32(1)), i32(self.size))
+            own = add(scaled(block, self.num_threads), thread())
+            for start in range(0, self.size, num_blocks * self.num_threads):
+                index = arith.addi(own, i32(start))
+                with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, index, i32(self.size))):
+                    llvm.store(i32(0), _word(_words(self.num_words), add(index, other, i32(1))))
+
+        call(self.launch, block)
+
     def close(self) -> None:
         """Gives the next launch the other set; one block does that, when all blocks have begun."""
 
@@ -276,25 +294,17 @@ class Semaphores:
         call(self.launch)
 
 
-def open_semaphores(size: int, block: jax.Array, num_blocks: int, num_threads: int, num_computing: int) -> Semaphores:
-    """All ``num_threads`` threads of all blocks call this; `Semaphores` says who of them may signal and wait."""
-    num_words = 1 + 2 * size
+def open_semaphores(size: int, num_threads: int) -> Semaphores:
+    """Every thread asks for its set's number; ``num_threads`` of a block compute: `Semaphores` says what they may do."""
 
-    @inline(0, 1, (), plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-    def call(block: ir.Value) -> mgpu.FragmentedArray:
-        words = _words(num_words)
+    @inline(0, 0, (), plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def call() -> mgpu.FragmentedArray:
         launch = mgpu.utils.inline_ptx(
-            "ld.relaxed.gpu.global.b32 $0, [$1];", words, result_types=i32(), has_side_effects=True
+            "ld.relaxed.gpu.global.b32 $0, [$1];", _words(1 + 2 * size), result_types=i32(), has_side_effects=True
         )
-        other = arith.muli(arith.andi(arith.addi(launch, i32(1)), i32(1)), i32(size))
-        own = add(scaled(block, num_threads), thread())
-        for start in range(0, size, num_blocks * num_threads):
-            index = arith.addi(own, i32(start))
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, index, i32(size))):
-                llvm.store(i32(0), _word(words, add(index, other, i32(1))))
         return mgpu.FragmentedArray.splat(launch, (), is_signed=True)
 
-    return Semaphores(size, num_computing, call(block))
+    return Semaphores(size, num_threads, call())
 
 
 def _spin(semaphore: ir.Value, count: ir.Value) -> None:
