@@ -184,12 +184,12 @@ def play_block(block: int, gate_up: dict, down: dict, num_units: int) -> Iterato
         is_end, is_last = k + 1 == gate_up["num_steps"], step + 1 == gate_up["end"][block]
         if is_end and step - k >= gate_up["start"][block]:
             yield "signal", ("ready", unit), 1
-        if is_last and not is_end:
+        if (is_end or is_last) and step - k < gate_up["start"][block]:
             yield "signal", ("parts", tile), 1
     start, end = gate_up["start"][block], gate_up["end"][block]
-    tile, k = divmod(start, gate_up["num_steps"])
-    if k > 0 and start - k + gate_up["num_steps"] <= end:
-        yield "wait", ("parts", tile), block - gate_up["owner"][start - k]
+    tile, k = divmod(end - 1, gate_up["num_steps"])
+    if start < end and start <= end - 1 - k and k + 1 < gate_up["num_steps"]:
+        yield "wait", ("parts", tile), gate_up["owner"][end - 2 - k + gate_up["num_steps"]] - block
         yield "signal", ("ready", tile // gate_up["num_tiles"]), 1
     units = [step // down["num_steps"] // down["num_tiles"] for step in range(down["start"][block], down["end"][block])]
     for unit in sorted(set(units)):

@@ -12,7 +12,7 @@ equal span of them, wherever tiles begin or end::
 The ring never drains between tiles, units and products. A tile that lies in one block becomes hidden rows in its registers.
 Of a tile that blocks share, the part that begins it goes to an array by pair, later parts to one by block, and whoever
 needs the sum adds them in the order of blocks: the same on every run. Blocks wait for no more than they need: the block
-with a tile's end for its other parts, a unit's second product for its hidden rows, the last sum for everything.
+with a tile's beginning for its other parts, a unit's second product for its hidden rows, the last sum for everything.
 
 Bytes: every unit's expert once (3.1 MB at 256 features and 7,168 columns), 4.57 TB/s on an H200 at best.
 """
@@ -147,7 +147,7 @@ class _Block:
         return 1 + unit
 
     def _has_parts(self, unit: Array, tile: Array) -> Array:
-        """Semaphore that counts a tile's parts but the last."""
+        """Semaphore that counts a tile's parts but the first."""
         return 1 + self.table.num_units + unit * self.products[0].num_tiles + tile
 
     def _multiply(
@@ -180,7 +180,7 @@ class _Block:
                 steps.store_sums(sums, sums_ref, parts_ref, self.pairs, *where, **blocks)
 
             if is_first:
-                pl.when(stop < num_steps)(lambda: self.semaphores.signal(self._has_parts(unit, tile)))
+                pl.when(begin > 0)(lambda: self.semaphores.signal(self._has_parts(unit, tile)))
             return (*ring, count)
 
         return lax.fori_loop(first, last, multiply_tile, (*stage, jnp.int32(0)))[:2]
@@ -241,17 +241,21 @@ class _Block:
         warps.sync_threads(threads)
 
     def _combine(self) -> None:
-        """Hidden rows of the tile that began in an earlier block's span and ends in this one's."""
+        """Hidden rows of the tile that begins in this block's span and ends in a later one's.
+
+        Later blocks began with their parts of it, and have written them long ago.
+        """
         product, half = self.products[0], self.config.tile_rows // 2
         _, sums_ref, hidden, _, parts_ref, _ = self.outputs
         start, end = product.span(self.num_units, self.index)
-        unit, tile, k = product.position(start)
+        unit, tile, k = product.position(end - 1)
+        begin, size = end - 1 - k, product.num_steps
         layout = plgpu.Layout.WG_STRIDED((half,), vec_size=half // 128)
         num_features = self.num_features
 
-        @pl.when((k > 0) & (start - k + product.num_steps <= end))
+        @pl.when((start < end) & (begin >= start) & (begin + size > end))
         def _() -> None:
-            owners = product.owner(self.num_units, start - k), self.index
+            owners = self.index, product.owner(self.num_units, begin + size - 1)
             self.semaphores.wait(self._has_parts(unit, tile), owners[1] - owners[0])
             _, count = self.table.split(self.units[unit])
 
