@@ -282,9 +282,11 @@ class _Block:
             lax.fori_loop(0, turns, combine, 0)
             self.semaphores.signal(self._is_ready(unit))
 
-    def _find_sources(self, task: Array) -> tuple[list[Array], list[Array], list[tuple[Array, Array]]]:
-        """Of a token's tile: the router's weights, places, first and last blocks of its pairs."""
+    def _find_sources(self, task: Array) -> tuple[list[Array], list[Array], list[tuple[Array, Array]], list[Array]]:
+        """Of a token's tile: the router's weights, places, first and last blocks of its pairs, and what is added."""
         product, router_weight = self.products[1], self.inputs[3]
+        rows = self.config.tile_rows
+        layout = plgpu.Layout.WG_STRIDED((rows,), vec_size=rows // 128)
         num_tokens, per_token = router_weight.shape
         token, tile = jnp.minimum(task // product.num_tiles, num_tokens - 1), lax.rem(task, product.num_tiles)
         weights = [router_weight[token, x] for x in range(per_token)]
@@ -293,12 +295,15 @@ class _Block:
         for place in places:
             first, last = product.owners(self.num_units, jnp.maximum(place, 0) // TOKENS, tile)
             owners.append((first, jnp.where(place < 0, first, last)))
-        return weights, places, owners
+        columns = pl.ds(tile * rows, rows)
+        added = [plgpu.load(array.at[token, columns], layout=layout) for array in self.inputs[4:]]
+        return weights, places, owners, added
 
     def _add_up(self, task: Array, sources: tuple) -> None:
         """Sums over tokens' experts, and what is added to them: a warpgroup a token and tile, in turns.
 
-        Whence the first are taken is known.
+        Whence the first are taken is known, and so is what is added. Second parts are asked for together with the first:
+        some block nearly always needs one. Where there is none, something near is read for nothing.
         """
         product, rows = self.products[1], self.config.tile_rows
         out, _, _, sums_ref, _, parts_ref = self.outputs
@@ -309,21 +314,29 @@ class _Block:
         def add_up(turn: Array, sources: tuple) -> tuple:
             current = task + turn * everyone
             token, tile = current // product.num_tiles, lax.rem(current, product.num_tiles)
-            weights, places, owners = sources
+            weights, places, owners, added = sources
             values = [plgpu.load(sums_ref.at[token * per_token + x, tile], layout=layout) for x in range(per_token)]
 
-            def load(x: int, block: Array) -> Array:
+            def load(x: int, block: Array, is_needed: Array | bool = True) -> Array:
                 n = lax.rem(jnp.maximum(places[x], 0), TOKENS)
-                return plgpu.load(parts_ref.at[block, n], layout=layout)
+                return plgpu.load(parts_ref.at[block, jnp.where(is_needed, n, 0)], layout=layout)
 
+            is_split = [first < last for first, last in owners]
+            second = [
+                jnp.where(split, first + 1, self.index) for split, (first, _) in zip(is_split, owners, strict=True)
+            ]
+            parts = [load(x, *where) for x, where in enumerate(zip(second, is_split, strict=True))]
+            values = [
+                value + jnp.where(split, part, 0.0) for value, split, part in zip(values, is_split, parts, strict=True)
+            ]
+            owners = [(first + 1, last) for first, last in owners]
             total = jnp.zeros((rows,))
             for value, place, weight in zip(_add_parts(values, owners, load, 1), places, weights, strict=True):
                 # What a place outside of all units holds is undefined.
                 total = total + jnp.where(place < 0, 0.0, value * weight)
-            columns = pl.ds(tile * rows, rows)
-            for added in self.inputs[4:]:
-                total = total + plgpu.load(added.at[token, columns], layout=layout).astype(jnp.float32)
-            out[token, columns] = total.astype(out.dtype)
+            for array in added:
+                total = total + array.astype(jnp.float32)
+            out[token, pl.ds(tile * rows, rows)] = total.astype(out.dtype)
             return self._find_sources(current + everyone)
 
         lax.fori_loop(0, (num_tokens * product.num_tiles - task + everyone - 1) // everyone, add_up, sources)
