@@ -2,7 +2,7 @@
 
     groups   0     1     2     3        of threads take splits in turn, all loads at once, a vector of columns a thread
     splits   0     1     2     3
-             4     5     6     .        as many as the length needs; others add nothing
+             4     5     6     .        as many as the length needs; others are not read
     threads                             then add up what the groups have, two columns each
 
 A split is so many tiles, the last one with any has less, others have none: see `tree_mla_split`.
@@ -91,11 +91,6 @@ class Shape:
         return -(-self.splits // self.groups)
 
     @property
-    def num_early(self) -> int:
-        """Of them, loaded before the length is known, since there is time; the others only if the length needs them."""
-        return self.turns // 2
-
-    @property
     def num_threads(self) -> int:
         return self.threads_a_group * self.groups
 
@@ -138,12 +133,12 @@ def add_splits(
 
     numbers = [group + turn * shape.groups for turn in range(shape.turns)]
     is_used = [number * each < total for number in numbers]
-    loaded = [load(t.minimum(number, shape.splits - 1)) for number in numbers[: shape.num_early]]
-    for number, used in list(zip(numbers, is_used, strict=True))[shape.num_early :]:
-        loaded.append(t.branch(used, functools.partial(load, number), nothing))
+    loaded = [
+        t.branch(used, functools.partial(load, number), nothing) for number, used in zip(numbers, is_used, strict=True)
+    ]
     # All are on their way before anything waits for one: no access is moved past a barrier.
     t.barrier()
-    logs = [t.select(used, log, LOWEST) for used, (*_, log) in zip(is_used, loaded, strict=True)]
+    logs = [log for *_, log in loaded]
     top = functools.reduce(t.maximum, logs)
     terms = [t.select(used, t.exp2(log - top), 0) for used, log in zip(is_used, logs, strict=True)]
     acc = [t.value(FLOAT, 0)] * shape.vector
