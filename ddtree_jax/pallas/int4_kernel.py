@@ -302,8 +302,7 @@ class _Block:
     def _add_up(self, task: Array, sources: tuple) -> None:
         """Sums over tokens' experts, and what is added to them: a warpgroup a token and tile, in turns.
 
-        Whence the first are taken is known, and so is what is added. Second parts are asked for together with the first:
-        some block nearly always needs one. Where there is none, something near is read for nothing.
+        Whence the first are taken is known, and so is what is added.
         """
         product, rows = self.products[1], self.config.tile_rows
         out, _, _, sums_ref, _, parts_ref = self.outputs
@@ -321,15 +320,8 @@ class _Block:
                 n = lax.rem(jnp.maximum(places[x], 0), TOKENS)
                 return plgpu.load(parts_ref.at[block, jnp.where(is_needed, n, 0)], layout=layout)
 
-            is_split = [first < last for first, last in owners]
-            second = [
-                jnp.where(split, first + 1, self.index) for split, (first, _) in zip(is_split, owners, strict=True)
-            ]
-            parts = [load(x, *where) for x, where in enumerate(zip(second, is_split, strict=True))]
-            values = [
-                value + jnp.where(split, part, 0.0) for value, split, part in zip(values, is_split, parts, strict=True)
-            ]
-            owners = [(first + 1, last) for first, last in owners]
+            if self.config.has_early_parts:
+                values, owners = self._add_second(values, owners, load)
             total = jnp.zeros((rows,))
             for value, place, weight in zip(_add_parts(values, owners, load, 1), places, weights, strict=True):
                 # What a place outside of all units holds is undefined.
@@ -340,6 +332,21 @@ class _Block:
             return self._find_sources(current + everyone)
 
         lax.fori_loop(0, (num_tokens * product.num_tiles - task + everyone - 1) // everyone, add_up, sources)
+
+    def _add_second(
+        self, values: list[Array], owners: list[tuple[Array, Array]], load: Callable[..., Array]
+    ) -> tuple[list[Array], list[tuple[Array, Array]]]:
+        """Adds the second parts, which are asked for together with the first: some tile nearly always has one.
+
+        Where there is none, the block reads something of its own for nothing.
+        """
+        is_split = [first < last for first, last in owners]
+        blocks = [jnp.where(split, first + 1, self.index) for split, (first, _) in zip(is_split, owners, strict=True)]
+        parts = [load(x, *where) for x, where in enumerate(zip(blocks, is_split, strict=True))]
+        values = [
+            value + jnp.where(split, part, 0.0) for value, split, part in zip(values, is_split, parts, strict=True)
+        ]
+        return values, [(first + 1, last) for first, last in owners]
 
 
 def _add_parts(
