@@ -2,7 +2,7 @@
 
 Each time is taken twice: behind a kernel that reads and writes more than the second cache holds ("cold"), and behind the
 same one on the same arrays ("warm"), which comes closer to a pass, where the kernel before has just written what is read.
-What attention and the product of its heads' latents are compared with has a launch more.
+Attention with the product of its heads' latents is compared with the kernels of one launch more, not with plain JAX.
 """
 
 import functools

@@ -229,3 +229,13 @@ def test_other_types_are_refused():
     blocks = (jnp.zeros((*counts, 64, 64), jnp.bfloat16) for counts in BLOCKS)
     with pytest.raises(NotImplementedError, match="types are float32, bfloat16"):
         latent_query.latent_query_gpu(query.astype(jnp.float32), latent, *others, *blocks, **SMALL)
+
+
+def test_turns_and_outputs_that_the_kernel_would_misread_are_refused():
+    *arrays, cos, sin = map(jnp.asarray, draw(1, 3))
+    blocks = [jnp.zeros((*counts, 64, 64), jnp.bfloat16) for counts in BLOCKS]
+    with pytest.raises(NotImplementedError, match=r"cosines are bfloat16\[1, 3, \d+\]; float32\[1, 3"):
+        latent_query.latent_query_gpu(*arrays, cos.astype(jnp.bfloat16), sin, *blocks, **SMALL)
+    wide = {**SMALL, "outputs": tuple(dataclasses.replace(one, dtype=jnp.float32) for one in SMALL["outputs"])}
+    with pytest.raises(NotImplementedError, match="outputs are .*float32"):
+        latent_query.latent_query_gpu(*arrays, cos, sin, *blocks, **wide)

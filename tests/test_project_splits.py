@@ -1,6 +1,6 @@
 """Sums of splits times a matrix a head: what a block's threads do, on numpy arrays, against the sum in plain JAX.
 
-The product itself, and what blocks send each other, needs a GPU (see ``experiments/bench_project_splits.py``).
+The product itself, and what blocks send each other, needs a GPU (see ``experiments/bench_layer.py``).
 """
 
 import functools
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from simt_numpy import NumpyThreads, memory_of, shared
 
 from ddtree_jax.pallas.project_splits import (
     CLUSTER,
@@ -24,7 +25,6 @@ from ddtree_jax.pallas.project_splits import (
 from ddtree_jax.pallas.simt import FLOAT, INT, UINT
 from ddtree_jax.pallas.split_sum import sum_splits_reference
 from ddtree_jax.pallas.tree_mla_split import tile_counts
-from tests.simt_numpy import NumpyThreads, memory_of, shared
 
 NUM_THREADS, TILE, COPIES = 256, 64, 8
 

@@ -37,10 +37,11 @@ def attend_and_project(
 ) -> Float[Array, "B T H U"]:
     """`tree_mla`'s result times a matrix [U, C] a head; ``blocks`` are these, as `skinny_gemm.pack_weights` lays them out.
 
-    What the heads attend to is rounded, products are summed in float32 and rounded once, as `skinny_gemm` does.
+    What the heads attend to is rounded, products are summed in float32 and rounded once, as `skinny_gemm` does; the order of
+    the sums differs from its own.
 
-    This is the one place that chooses: two launches where the program is compiled for a Hopper GPU and the kernels take the
-    input, else `tree_mla` and `skinny_gemm`, which choose for themselves.
+    Two launches where the program is compiled for a Hopper GPU and the kernels take the input, else `tree_mla` and
+    `skinny_gemm`, which choose for themselves.
     """
     arrays = (query, cache_BSW, rows_BTW, length_B, visible_BTt, tile_BtW, blocks)
     kernel, apart, reference = (

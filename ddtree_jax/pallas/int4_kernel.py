@@ -243,7 +243,7 @@ class _Block:
     def _combine(self) -> None:
         """Hidden rows of the tile that begins in this block's span and ends in a later one's.
 
-        Later blocks began with their parts of it, and have written them long ago.
+        Later blocks began with their parts of it, and have usually written them by then.
         """
         product, half = self.products[0], self.config.tile_rows // 2
         _, sums_ref, hidden, _, parts_ref, _ = self.outputs

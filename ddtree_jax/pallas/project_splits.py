@@ -139,7 +139,7 @@ def choose_shape(
     check(num_tokens, heads, blocks)
     if width != WIDTH or splits == 1 or part_BnsC.dtype != jnp.bfloat16:
         raise NotImplementedError(
-            f"{splits} splits of {width} columns of {part_BnsC.dtype}; two of {WIDTH} of bfloat16 are needed"
+            f"{splits} splits of {width} columns of {part_BnsC.dtype}; two or more of {WIDTH} of bfloat16 are needed"
         )
     most_clusters = config.few_clusters * (2 if num_tokens > config.few_tokens else 1)
     clusters = min(max(1, most_clusters // heads), num_tokens)
@@ -361,7 +361,9 @@ def project_splits(
     tile: int,
     config: Config = Config(),
 ) -> BFloat16[Array, "T HU"]:
-    """The sum over splits, as `tree_mla_split.combine` gives it, of each head times its matrix; products summed in float32.
+    """The sum over splits, up to its order that of `tree_mla_split.combine`, of each head times its matrix.
+
+    Products are summed in float32.
 
     Rows are ``nodes`` x ``heads``, and some that are not read. Heads' matrices stand below each other in blocks, as
     `skinny_gemm.pack_weights` lays them out.

@@ -59,7 +59,7 @@ class Shape:
 
     @classmethod
     def of(cls, part_BnsC: Any, copies: int, most: int, config: Config) -> "Shape":
-        """``most`` splits: how many there would be of a long cache, so that the order of a sum depends on nothing else."""
+        """``most`` splits: how many there would be of a long cache, so that its size does not change the order of a sum."""
         batch, rows, splits, width = part_BnsC.shape
         vector = 16 // part_BnsC.dtype.itemsize
         parts = 1

@@ -8,7 +8,8 @@ Rows are pairs of a node and a head; n stands for their axis, s for that of the 
     split    0   0   1   1   2   2   3        4 splits of ceil(7 / 4) tiles; the last one has less, others may have none
 
 Where the cache has fewer tiles than there may be splits, each tile has one. So how many slots a cache has besides those that
-are committed changes neither the tiles of a split nor, since `split_sum` has them added in one order, a bit of the result.
+are committed changes neither the tiles of a split nor, since `split_sum` and `project_splits` have one order each to add
+them in, a bit of the result.
 """
 
 from typing import NamedTuple
