@@ -47,7 +47,7 @@ from ddtree_jax.pallas.latent_rows import fill_tiles, turn_pairs
 from ddtree_jax.pallas.split_sum import LOWEST
 from ddtree_jax.pallas.tree_mla_split import Query
 from ddtree_jax.pallas.tree_mla_turn import TRANSFORMS, load_on_gpu, turn_on_gpu
-from ddtree_jax.pallas.tree_mla_weights import ROW, WGMMA, any_in_warp, store_weights
+from ddtree_jax.pallas.tree_mla_weights import ROW, WGMMA, any_in_warp, spread, store_weights, zeros
 
 _TILE = ROW_MULTIPLE = 64
 _PARTS = 2  # Buffers of half a tile's latents.
@@ -137,14 +137,6 @@ def attend_splits(
 
 def _swizzled(*shape: int):
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=TRANSFORMS)
-
-
-def _spread(row, shape):
-    return lax.broadcast_in_dim(row, shape, [0])
-
-
-def _zeros(shape, layout):
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
 def _attend_splits(
@@ -259,7 +251,7 @@ def _attend_splits(
 
             def tree(x):
                 words = early_words or load_words(tile - prefix_tiles)
-                word = jnp.where(column < split.WORD, *(_spread(word, x.shape) for word in words))
+                word = jnp.where(column < split.WORD, *(spread(word, x.shape) for word in words))
                 bit = lax.shift_right_logical(word, column & (split.WORD - 1)) & 1
                 return jnp.where(bit != 0, x, -jnp.inf)
 
@@ -309,7 +301,7 @@ def _attend_splits(
             """Weights of tile t by a reference that moves only if a maximum is far above it; both go to the peer as well."""
             highest = x.max(axis=1) * factor
             new_top = jnp.where(highest > top + _SLACK, highest, top)
-            weights = jnp.exp2(x * factor - _spread(new_top, x.shape))
+            weights = jnp.exp2(x * factor - spread(new_top, x.shape))
             rounded = weights.astype(jnp.bfloat16)
             if interpret is None:
                 store_weights(rotary_s.at[t], top_s.at[t], rounded, new_top)
@@ -331,7 +323,7 @@ def _attend_splits(
         def rescale(acc, total_weight, top, new_top, has_sums=True):
             def multiply(acc, total_weight):
                 alpha = jnp.exp2(top - new_top)
-                return [x * _spread(alpha, x.shape) for x in acc], total_weight * alpha
+                return [x * spread(alpha, x.shape) for x in acc], total_weight * alpha
 
             has_moved = any_in_warp(top != new_top) if interpret is None else jnp.any(top != new_top)
             return lax.cond(has_moved & has_sums, multiply, lambda *same: same, acc, total_weight)
@@ -407,8 +399,8 @@ def _attend_splits(
                 def weigh_own():
                     return weigh(x, plgpu.load(top_s.at[0], layout=ROW), 1)
 
-                row = _zeros((_TILE,), ROW)
-                empty = [_zeros((_TILE, _TILE), WGMMA).astype(jnp.bfloat16), row, row]
+                row = zeros((_TILE,), ROW)
+                empty = [zeros((_TILE, _TILE), WGMMA).astype(jnp.bfloat16), row, row]
                 acc, top, total_weight, results = add_peer(acc, top, total_weight, weigh_own, empty)
                 rounded, new_top, sums = results
                 make_finite(tile, 1, 1)
@@ -448,8 +440,8 @@ def _attend_splits(
             early_words = load_words(0) if tree_tiles == 1 else None
             if h == 1:
                 turn_query()
-            row = _zeros((_TILE,), ROW)
-            carry = [_zeros((_TILE, part), WGMMA) for _ in range(_PARTS)], row + LOWEST, row
+            row = zeros((_TILE,), ROW)
+            carry = [zeros((_TILE, part), WGMMA) for _ in range(_PARTS)], row + LOWEST, row
             add_pair = functools.partial(add_pair, early_words=early_words)
             acc, top, total_weight = lax.fori_loop(0, pairs, add_pair, carry)
 
@@ -458,10 +450,10 @@ def _attend_splits(
             plgpu.barrier_wait(done_bar)
             total_weight = jnp.maximum(total_weight + plgpu.load(sum_s.at[1 - h], layout=ROW), 1e-30)
             for a in range(_PARTS):
-                query_s[h, a] = (acc[a] * _spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
+                query_s[h, a] = (acc[a] * spread(1.0 / total_weight, acc[a].shape)).astype(jnp.bfloat16)
             if h == 0:
                 lse = jnp.maximum(top + jnp.log2(total_weight), LOWEST)
-                lse_s[...] = _spread(lse, lse_s.shape)
+                lse_s[...] = spread(lse, lse_s.shape)
             plgpu.commit_smem()
             for a in range(_PARTS):
                 filled = query_s.at[h, a, pl.ds(0, rows_a_tile)]

@@ -1,10 +1,11 @@
-"""What a warpgroup of `tree_mla_hopper` does with a tile's weights beside its products, where Pallas has no words for it."""
+"""What a warpgroup of `tree_mla_hopper` does with rows and weights of a tile beside its products."""
 
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
@@ -14,6 +15,15 @@ from ddtree_jax.pallas.tree_mla_turn import TRANSFORMS
 
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
+
+
+def zeros(shape: tuple[int, ...], layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def spread(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The row's numbers in all columns."""
+    return lax.broadcast_in_dim(row, shape, [0])
 
 
 def store_weights(weights_ref: Any, top_ref: Any, weights: jax.Array, top: jax.Array) -> None:
