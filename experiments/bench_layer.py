@@ -129,7 +129,7 @@ def check(num_seeds: int, nodes: int = 16) -> dict[str, Any]:
     for case in _cases_here():
         kernel, reference = jax.jit(case.kernel), jax.jit(case.reference)
         arrays = [case.arrays(nodes, seed) for seed in range(num_seeds)]
-        errors = [largest_errors(tuple(kernel(*one)), tuple(reference(*one))) for one in arrays]
+        errors = [largest_errors(*map(jax.tree.leaves, (kernel(*one), reference(*one)))) for one in arrays]
         found[case.name] = np.max(errors, axis=0).tolist()
     return found
 
@@ -168,6 +168,6 @@ def measure(nodes: Sequence[int], runs: int) -> Iterator[dict[str, Any]]:
                 "ceiling_seconds": moved / BYTES_PER_SECOND,
                 "ceiling": f"{moved / 1e6:.2f} MB at 4.57 TB/s",
                 "fraction_of_ceiling": round(moved / BYTES_PER_SECOND / seconds, 3),
-                "errors": largest_errors(tuple(kernel(*arrays)), tuple(reference(*arrays))),
+                "errors": largest_errors(*map(jax.tree.leaves, (kernel(*arrays), reference(*arrays)))),
                 "runs": runs,
             }

@@ -16,7 +16,7 @@ _TARGET = {
     "qkv_a": "q_a and kv_a",
     "q_b": "latent rows, q_b and key_up",
     "key_up": "latent rows, q_b and key_up",
-    "value_up": "attention",  # Of up to 64 nodes, behind the sum of its splits in one launch.
+    "value_up": "attention",
     "o": "o",
     "router_shared": "router's logits, shared gate and up",
     "shared_down": "shared expert",
@@ -26,7 +26,7 @@ _TARGET = {
     "kv_a_DW": "q_a and kv_a",
     "q_b_AHO": "latent rows, q_b and key_up",
     "key_up_HPC": "latent rows, q_b and key_up",
-    "value_up_HUC": "absorbed products",
+    "value_up_HUC": "attention",
     "o_HUD": "o",
     "router_ED": "router",
     "router_bias_E": "shared expert",  # Read in one launch with shared_down.

@@ -35,7 +35,7 @@ _TARGET = {
     "key_up": "latent rows, q_b and key_up",
     "jit(tree_mla)": "attention",
     "jit(attend_and_project)": "attention",
-    "value_up": "absorbed products",
+    "value_up": "attention",
     "o": "o",
     "router_shared": "router's logits, shared gate and up",
     "router": "router",

@@ -234,8 +234,14 @@ def test_other_types_are_refused():
 def test_turns_and_outputs_that_the_kernel_would_misread_are_refused():
     *arrays, cos, sin = map(jnp.asarray, draw(1, 3))
     blocks = [jnp.zeros((*counts, 64, 64), jnp.bfloat16) for counts in BLOCKS]
-    with pytest.raises(NotImplementedError, match=r"cosines are bfloat16\[1, 3, \d+\]; float32\[1, 3"):
+    with pytest.raises(NotImplementedError, match="cosines are bfloat16; float32"):
         latent_query.latent_query_gpu(*arrays, cos.astype(jnp.bfloat16), sin, *blocks, **SMALL)
+    for kernel, others, options in (
+        (latent_query.latent_query_gpu, blocks, SMALL),
+        (latent_rows.latent_rows_gpu, [], {"eps": EPS, "multiple": MULTIPLE}),
+    ):
+        with pytest.raises(ValueError, match=r"cosines have the shape \(1, 3, 16\); \(1, 3, 32\) is needed"):
+            kernel(*arrays, cos[..., :16], sin[..., :16], *others, **options)
     wide = {**SMALL, "outputs": tuple(dataclasses.replace(one, dtype=jnp.float32) for one in SMALL["outputs"])}
     with pytest.raises(NotImplementedError, match="outputs are .*float32"):
         latent_query.latent_query_gpu(*arrays, cos, sin, *blocks, **wide)

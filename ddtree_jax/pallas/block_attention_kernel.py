@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int32
 
 from ddtree_jax.pallas import simt
 from ddtree_jax.pallas.block_attention_split import Splits
+from ddtree_jax.pallas.latent_rows import check_turns
 from ddtree_jax.pallas.split_sum import LOWEST, sum_splits, sum_splits_reference
 from ddtree_jax.pallas.split_sum import Config as SumConfig
 
@@ -89,7 +90,7 @@ def block_attention_gpu(
     batch, num_tokens, heads, group, width = query_BTJQR.shape
     config = config or _config()
     _check((query_BTJQR, key_BTJR, value_BTJR, query_gain_R, key_gain_R, keys_BSJR, values_BSJR), config.tile)
-    _check_turns(cos_BTr, sin_BTr, (batch, num_tokens, width // 2))
+    check_turns(cos_BTr, sin_BTr, (batch, num_tokens, width // 2))
     num_rows, num_slots = pl.cdiv(num_tokens * group, _ROWS) * _ROWS, keys_BSJR.shape[1]
     most = max(1, config.num_sms // (num_rows // _ROWS * heads * batch))
     num_splits = min(most, Splits.most(num_slots, window, config.tile))
@@ -172,14 +173,6 @@ def _check(arrays: Sequence[Array], tile: int) -> None:
         raise NotImplementedError(f"the block has {query_BTJQR.shape[1]} rows; at most {tile} fit")
     if keys_BSJR.shape[1] % SLOT_MULTIPLE:
         raise NotImplementedError(f"the cache has {keys_BSJR.shape[1]} slots; a multiple of {SLOT_MULTIPLE} is needed")
-
-
-def _check_turns(cos_BTr: Array, sin_BTr: Array, expected: tuple[int, int, int]) -> None:
-    for name, turn_BTr in (("cosines", cos_BTr), ("sines", sin_BTr)):
-        if turn_BTr.shape != expected:
-            raise ValueError(f"{name} have the shape {turn_BTr.shape}; {expected} is needed")
-        if turn_BTr.dtype != jnp.float32:
-            raise NotImplementedError(f"{name} are {turn_BTr.dtype}; float32 is needed")
 
 
 def _pad_rows(x: Float[Array, "B J n R"], num_rows: int) -> Float[Array, "B J m R"]:

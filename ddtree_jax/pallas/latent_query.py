@@ -28,7 +28,7 @@ from ddtree_jax.pallas import simt, skinny_gemm_shape
 from ddtree_jax.pallas.bfloat16_rows import UNIT
 from ddtree_jax.pallas.latent_query_kernel import launch
 from ddtree_jax.pallas.latent_query_threads import GROUP, Shape
-from ddtree_jax.pallas.latent_rows import LatentRows, Parts, latent_rows, latent_rows_reference
+from ddtree_jax.pallas.latent_rows import LatentRows, Parts, check_turns, latent_rows, latent_rows_reference
 from ddtree_jax.pallas.skinny_gemm import (
     MAX_CLUSTER,
     choose_config,
@@ -138,6 +138,7 @@ def latent_query_gpu(
 
     Raises:
       NotImplementedError: the kernel does not take this input. It is named.
+      ValueError: there is not one cosine and one sine for each pair of each token.
     """
     B, T, A = query_BTA.shape
     C, W = latent_gain_C.shape[0], latent_BTW.shape[-1]
@@ -146,11 +147,7 @@ def latent_query_gpu(
     types = [array.dtype.name for array in arrays]
     if set(types) != {"bfloat16"}:
         raise NotImplementedError(f"types are {', '.join(types)}; bfloat16 is needed")
-    for name, turn_BTr in (("cosines", cos_BTr), ("sines", sin_BTr)):
-        if (turn_BTr.shape, turn_BTr.dtype) != ((B, T, (W - C) // 2), jnp.float32):
-            raise NotImplementedError(
-                f"{name} are {turn_BTr.dtype}{list(turn_BTr.shape)}; float32{[B, T, (W - C) // 2]} is needed"
-            )
+    check_turns(cos_BTr, sin_BTr, (B, T, (W - C) // 2))
     if any(output.is_gated or output.dtype != jnp.bfloat16 for output in outputs):
         raise NotImplementedError(f"outputs are {outputs}; plain ones of bfloat16 are needed")
     shape = choose_latent_shape(rows, B, q_b, key_up, outputs, num_heads, config)
@@ -195,7 +192,7 @@ def choose_latent_shape(
 def _check_clusters(shape: Shape, config: skinny_gemm_shape.Config) -> None:
     """Raises NotImplementedError if clusters have unequal parts, or not all of them run at once."""
     parts, size = shape.q_b.cluster, shape.cluster
-    if not 2 <= size <= MAX_CLUSTER or shape.rows.query % (parts * GROUP) or shape.num_columns % shape.q_b.step_blocks:
+    if size > MAX_CLUSTER or shape.rows.query % (parts * GROUP) or shape.num_columns % shape.q_b.step_blocks:
         raise NotImplementedError(
             f"{shape.rows.query} columns of q_b in {parts} parts; 1 to 4 whole {GROUP} are needed"
         )

@@ -225,6 +225,20 @@ def fill_tiles(rows_BTW: Float[Array, "B T W"], num_latent: int, multiple: int) 
     return jnp.pad(kept_BTW, ((0, 0), (0, -rows_BTW.shape[1] % multiple), (0, 0)))
 
 
+def check_turns(cos_BTr: Array, sin_BTr: Array, expected: tuple[int, int, int]) -> None:
+    """Refuses cosines and sines that a kernel would misread.
+
+    Raises:
+      NotImplementedError: they are not float32.
+      ValueError: there is not one of each for each pair of each row.
+    """
+    for name, turn_BTr in (("cosines", cos_BTr), ("sines", sin_BTr)):
+        if turn_BTr.shape != expected:
+            raise ValueError(f"{name} have the shape {turn_BTr.shape}; {expected} is needed")
+        if turn_BTr.dtype != jnp.float32:
+            raise NotImplementedError(f"{name} are {turn_BTr.dtype}; float32 is needed")
+
+
 def latent_rows_gpu(
     query_BTA: Float[Array, "B T A"],
     latent_BTW: Float[Array, "B T W"],
@@ -239,7 +253,9 @@ def latent_rows_gpu(
     """`latent_rows` by the kernel alone.
 
     Raises:
-      NotImplementedError: for types other than bfloat16, widths that are no multiple of 8, or more than a block's warps take.
+      NotImplementedError: for other types than bfloat16, and float32 of cosines and sines, widths that are no multiple of 8,
+        or more than a block's warps take.
+      ValueError: there is not one cosine and one sine for each pair of each token.
     """
     batch, num_tokens, width = latent_BTW.shape
     (query_width,), (latent_width,) = query_gain_A.shape, latent_gain_C.shape
@@ -254,6 +270,7 @@ def latent_rows_gpu(
     types = [array.dtype.name for array in (query_BTA, latent_BTW, query_gain_A, latent_gain_C)]
     if set(types) != {"bfloat16"}:
         raise NotImplementedError(f"types are {', '.join(types)}; bfloat16 is needed")
+    check_turns(cos_BTr, sin_BTr, (batch, num_tokens, (width - latent_width) // 2))
     widths = shape.query, shape.latent, shape.rotary
     if any(part % UNIT for part in widths) or sum(shape.num_warps) > _MAX_WARPS:
         raise NotImplementedError(f"widths {widths}; multiples of {UNIT} are needed, and {_MAX_WARPS} warps for all")

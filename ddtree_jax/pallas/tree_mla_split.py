@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
-from ddtree_jax.pallas.latent_rows import turn_pairs
+from ddtree_jax.pallas.latent_rows import check_turns, turn_pairs
 from ddtree_jax.pallas.split_sum import Config as SumConfig
 from ddtree_jax.pallas.split_sum import sum_splits, sum_splits_reference
 
@@ -61,12 +61,7 @@ def check(query: Query, cache_BSW: Array, slot_multiple: int) -> None:
         raise NotImplementedError(f"the latent part is {num_latent} wide; only {LATENTS} are supported")
     if rotary != ROTARY:
         raise NotImplementedError(f"the rotary part is {rotary} wide; only {ROTARY} is supported")
-    for name, turn_BTr in (("cosines", query.cos_BTr), ("sines", query.sin_BTr)):
-        expected = (*query.rotary_BTHR.shape[:2], rotary // 2)
-        if turn_BTr.shape != expected:
-            raise ValueError(f"{name} have the shape {turn_BTr.shape}; {expected} is needed")
-        if turn_BTr.dtype != jnp.float32:
-            raise NotImplementedError(f"{name} are {turn_BTr.dtype}; only float32 is supported")
+    check_turns(query.cos_BTr, query.sin_BTr, (*query.rotary_BTHR.shape[:2], rotary // 2))
     if cache_BSW.shape[1] % slot_multiple:
         raise NotImplementedError(
             f"the cache has {cache_BSW.shape[1]} slots; only multiples of {slot_multiple} are supported"
