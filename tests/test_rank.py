@@ -192,10 +192,17 @@ def test_a_share_drafts(no_kernels):
     assert hidden_BTD.shape == embedded_BTD.shape
 
 
-def test_layers_are_written_to_an_empty_folder_alone(tmp_path):
-    (tmp_path / "layer_1").mkdir()
+def test_a_share_is_loaded_from_what_a_converter_writes(tmp_path):
+    """Every parameter comes back and is packed; a folder that holds anything is left as it is."""
+    share, folder = share_of("tiny", "tensor=8"), tmp_path / "load"
+    found = time_load(share, str(folder), make_mesh(None))
+    tables = rank.Tables.of(share, make_mesh(None))
+    assert found["bytes"] == count_bytes(tables.target) + count_bytes(tables.drafter)
+    assert found["seconds"] > found["read_seconds"] > 0
+    files = sorted(folder.rglob("*"))
     with pytest.raises(FileExistsError, match="is not empty"):
-        time_load(share_of("tiny", "tensor=8"), {}, str(tmp_path), 1)
+        time_load(share, str(folder), make_mesh(None))
+    assert sorted(folder.rglob("*")) == files
 
 
 def test_the_router_computes_and_is_overruled():
