@@ -9,6 +9,7 @@
 
 import binascii
 import codecs
+import functools
 import hashlib
 import json
 import operator
@@ -101,8 +102,11 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         """The same for tokenizers whose ids stand for the same bytes, and for no others."""
-        digest = hashlib.sha256(repr(self._bytes).encode()).hexdigest()
-        return f"Tokenizer({len(self._bytes)} ids, sha256 {digest})"
+        return f"Tokenizer({len(self._bytes)} ids, sha256 {self._digest})"
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(repr(self._bytes).encode()).hexdigest()
 
     @property
     def vocab_size(self) -> int:
