@@ -199,6 +199,7 @@ def test_a_share_is_loaded_from_what_a_converter_writes(tmp_path):
     tables = rank.Tables.of(share, make_mesh(None))
     assert found["bytes"] == count_bytes(tables.target) + count_bytes(tables.drafter)
     assert found["seconds"] > found["read_seconds"] > 0
+    assert found["ceiling_seconds"] > 0
     files = sorted(folder.rglob("*"))
     with pytest.raises(FileExistsError, match="is not empty"):
         time_load(share, str(folder), make_mesh(None))
