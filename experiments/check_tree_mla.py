@@ -1,4 +1,6 @@
-"""Tree MLA on the device against float64: random trees, lengths and head counts, with NaN wherever nothing may be read.
+"""Tree MLA, alone and with the product behind it, on the device against float64.
+
+Trees, lengths and head counts are random, with NaN wherever nothing may be read.
 
 See `bench_kernels`, ``--kernel tree_mla --check N``. The reference is computed in float64 on the same device.
 """
@@ -15,15 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ddtree_jax.pallas.attend_and_project import attend_and_project_gpu
+from ddtree_jax.pallas.latent_rows import fill_tiles
+from ddtree_jax.pallas.skinny_gemm import Output, pack_weights
+from ddtree_jax.pallas.tree_mla import ROW_MULTIPLE
 from ddtree_jax.pallas.tree_mla_hopper import tree_mla_hopper
 from ddtree_jax.pallas.tree_mla_portable import tree_mla_portable
 from ddtree_jax.pallas.tree_mla_split import Query
 
 LATENT, WIDTH, SCALE = 512, 576, 0.1352
+VALUE = 128
 ROTARY = WIDTH - LATENT
 LIMIT = 5e-3
 """Of the relative norm error of a sequence."""
 FORMS = {"hopper": tree_mla_hopper, "portable": tree_mla_portable}
+_BOTH, _PROJECTED = ("hopper", "portable"), ("hopper", "projected")
+_ALL = *_BOTH, "projected"
 _REPEATS = 20
 _PORTABLE_CALLS = 12
 _FEW_SLOTS, _MORE_SLOTS = 512, 65536  # Where a cache that is filled up with slots has to give the same.
@@ -40,21 +49,25 @@ class Shape:
     slots: int
     share: int
     """Of all trees, in parts of `sum`."""
-    portable: bool = False
+    forms: tuple[str, ...] = ("hopper",)
+    """Those of `FORMS`, and "projected": what Hopper's heads attend to times a matrix each."""
 
 
 SHAPES = (
-    Shape(batch=1, nodes=1, heads=8, slots=4096, share=6, portable=True),
-    Shape(batch=1, nodes=16, heads=8, slots=1024, share=8, portable=True),
-    Shape(batch=1, nodes=64, heads=8, slots=2048, share=8),
+    Shape(batch=1, nodes=1, heads=8, slots=4096, share=6, forms=_ALL),
+    Shape(batch=1, nodes=16, heads=8, slots=1024, share=8, forms=_ALL),
+    Shape(batch=1, nodes=32, heads=8, slots=1024, share=4, forms=_PROJECTED),
+    Shape(batch=1, nodes=64, heads=8, slots=2048, share=8, forms=_PROJECTED),
     Shape(batch=1, nodes=16, heads=64, slots=2048, share=8),
-    Shape(batch=8, nodes=16, heads=8, slots=1024, share=24, portable=True),
-    Shape(batch=5, nodes=37, heads=3, slots=448, share=15, portable=True),
+    Shape(batch=8, nodes=16, heads=8, slots=1024, share=24, forms=_BOTH),
+    Shape(batch=8, nodes=4, heads=8, slots=32768, share=16, forms=_PROJECTED),
+    Shape(batch=8, nodes=2, heads=16, slots=32768, share=8, forms=_PROJECTED),
+    Shape(batch=5, nodes=37, heads=3, slots=448, share=15, forms=_BOTH),
     Shape(batch=3, nodes=64, heads=1, slots=4096, share=9),
     Shape(batch=2, nodes=9, heads=48, slots=8192, share=6),
-    Shape(batch=1, nodes=256, heads=8, slots=512, share=4, portable=True),
-    Shape(batch=1, nodes=16, heads=8, slots=131072, share=8, portable=True),
-    Shape(batch=2, nodes=3, heads=16, slots=131072, share=4),
+    Shape(batch=1, nodes=256, heads=8, slots=512, share=4, forms=_BOTH),
+    Shape(batch=1, nodes=16, heads=8, slots=131072, share=8, forms=_ALL),
+    Shape(batch=2, nodes=3, heads=16, slots=131072, share=4, forms=_PROJECTED),
 )
 
 
@@ -105,8 +118,36 @@ def _draw(shape: Shape, seed: Any, gain: Any, length_B: Any, is_node_BT: Any) ->
     return query, cache_BSW, jnp.where(is_node_BT[..., None], rows_BTW, jnp.nan)
 
 
+def _draw_values(heads: int) -> jax.Array:
+    """The heads' matrices [H, U, C]."""
+    return jax.random.normal(jax.random.key(0), (heads, VALUE, LATENT), jnp.bfloat16)
+
+
+def _kernel(form: str, heads: int) -> Any:
+    """A jitted function of `_draw_inputs`' arrays."""
+    if form in FORMS:
+        return jax.jit(functools.partial(FORMS[form], scale=SCALE))
+    blocks = pack_weights([_draw_values(heads).reshape(-1, LATENT)], (Output(width=heads * VALUE),))
+
+    @jax.jit
+    def call(blocks: Any, query: Query, cache_BSW: Any, rows_BTW: Any, length_B: Any, visible_BTt: Any) -> Any:
+        tile_BtW = fill_tiles(rows_BTW, LATENT, ROW_MULTIPLE)
+        arrays = query, cache_BSW, rows_BTW, length_B, visible_BTt, tile_BtW, blocks
+        return attend_and_project_gpu(*arrays, scale=SCALE)
+
+    return functools.partial(call, blocks)
+
+
 @jax.jit
-def _compare(out_BTHC: Any, query: Query, cache_BSW: Any, rows_BTW: Any, length_B: Any, visible_BTt: Any) -> Any:
+def _compare(
+    out_BTHC: Any,
+    query: Query,
+    cache_BSW: Any,
+    rows_BTW: Any,
+    length_B: Any,
+    visible_BTt: Any,
+    value_HUC: Any,
+) -> Any:
     """Each sequence's relative norm error against float64 over its nodes, and whether all others are NaN, and only they.
 
     The query is rounded once it is turned, as it is defined to be. To be traced with 64 bits.
@@ -121,6 +162,8 @@ def _compare(out_BTHC: Any, query: Query, cache_BSW: Any, rows_BTW: Any, length_
     score_BTHk = jnp.einsum("BTHW,BkW->BTHk", query_BTHW, key_BkW) * SCALE
     weight_BTHk = jax.nn.softmax(jnp.where(is_seen_BTk[:, :, None], score_BTHk, -jnp.inf), axis=-1)
     expected_BTHC = jnp.einsum("BTHk,BkC->BTHC", weight_BTHk, key_BkW[..., :LATENT])
+    if value_HUC is not None:
+        expected_BTHC = jnp.einsum("BTHC,HUC->BTHU", expected_BTHC, value_HUC.astype(jnp.float64))
     is_compared = is_node_BT[..., None, None]
     difference_BTHC = jnp.where(is_compared, out_BTHC.astype(jnp.float64) - expected_BTHC, 0)
     expected_BTHC = jnp.where(is_compared, expected_BTHC, 0)
@@ -155,25 +198,28 @@ def _show(errors: dict[str, float]) -> str:
 
 def _check_shape(shape: Shape, calls: int) -> dict[str, float]:
     rng = np.random.default_rng((shape.batch, shape.nodes, shape.heads, shape.slots))
-    forms = ["hopper", "portable"] if shape.portable else ["hopper"]
-    kernels = {form: jax.jit(functools.partial(FORMS[form], scale=SCALE)) for form in forms}
-    worst = dict.fromkeys(forms, 0.0)
+    kernels = {form: _kernel(form, shape.heads) for form in shape.forms}
+    value_HUC = _draw_values(shape.heads)
+    worst = dict.fromkeys(kernels, 0.0)
     for i in range(calls):
         inputs, is_node_BT = _draw_inputs(rng, shape, i)
-        for form in forms if i < _PORTABLE_CALLS else ["hopper"]:
+        for form in kernels:
+            if form == "portable" and i >= _PORTABLE_CALLS:
+                continue
             out_BTHC = kernels[form](*inputs)
             with jax.enable_x64(True):
-                error_B, is_clean = _compare(out_BTHC, *inputs)
+                error_B, is_clean = _compare(out_BTHC, *inputs, value_HUC if form == "projected" else None)
             error = np.asarray(error_B)[is_node_BT.any(axis=1)].max()
             assert error < LIMIT, f"{form}, {shape}, call {i}, lengths {inputs[3]}: error {error}"
             assert is_clean, f"{form}, {shape}, call {i}, lengths {inputs[3]}: NaN where it should not be, or none"
             worst[form] = max(worst[form], float(error))
-    _check_repeats(kernels["hopper"], inputs)
+    for form in set(kernels) - {"portable"}:
+        _check_repeats(kernels[form], inputs)
     if shape.slots <= _FEW_SLOTS:
         _check_longer_cache(kernels["hopper"], inputs)
     if shape.nodes > 1:
-        for form in forms:
-            _check_hiding(kernels[form], rng, shape)
+        for kernel in kernels.values():
+            _check_hiding(kernel, rng, shape)
     return worst
 
 

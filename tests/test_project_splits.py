@@ -80,7 +80,7 @@ def run_slice(shape: Shape, config: Config, arrays: list, numbers: tuple[int, ..
     x = shared(shape.num_columns * SIDE // 2, UINT)
     scratch = shared(shape.num_sums, FLOAT), shared(NUM_THREADS // 32, FLOAT), shared(NUM_THREADS // 32, FLOAT)
     values = [t.value(INT, number) for number in numbers]
-    add_slice(t, *values, *arrays, x, *scratch, shape=shape, config=config)
+    add_slice(t, *values, *arrays, *scratch, x, shape=shape, config=config)
     lines = x.array.view(jnp.bfloat16).astype(np.float32).reshape(-1, SIDE // 8, 8)
     return np.stack([line[np.arange(SIDE // 8) ^ (i & 7)].reshape(SIDE) for i, line in enumerate(lines)])[
         : shape.tokens

@@ -2,13 +2,45 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
 from ddtree_jax.pallas import simt
-from ddtree_jax.pallas.simt import FLOAT
+from ddtree_jax.pallas import warps as w
+from ddtree_jax.pallas.simt import FLOAT, INT, UINT
 
 UNIT = 8
+LINE = 64
+"""Columns that the copy engine swizzles together: 128 bytes."""
+SWIZZLED = plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(128)
+
+
+def swizzle(row: Any, column: Any) -> Any:
+    """Place of a column in rows of a line each, which lie as the copy engine swizzles them."""
+    return row * LINE + (column ^ ((row & 7) * UNIT))
+
+
+def fill(function: Callable, swizzled: Any, refs: Sequence[tuple[Any, Any]], scalars: Sequence[Any]) -> None:
+    """`simt.run` by all threads of a block, with a swizzled array in shared memory as the last one.
+
+    The tensor cores may read it then.
+    """
+    kinds = *(kind for _, kind in refs), UINT
+    types = *(w.REF,) * len(refs), plgpu.RefType(SWIZZLED), *(w.SCALAR,) * len(scalars)
+
+    @plgpu.inline_mgpu(arg_types=types)
+    def call(_: Any, *args: Any) -> None:
+        memories = map(simt.Memory, args[: len(kinds)], kinds)
+        numbers = [simt.Value(number.registers.item(), INT) for number in args[len(kinds) :]]
+        t = simt.Threads()
+        function(t, *numbers, *memories)
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+        t.barrier()
+
+    call(*(ref for ref, _ in refs), swizzled, *scalars)
 
 
 def load_unit(t: Any, memory: Any, index: Any) -> list:

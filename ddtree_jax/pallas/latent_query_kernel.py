@@ -18,30 +18,12 @@ from jaxtyping import Array, BFloat16, Float
 
 from ddtree_jax.pallas import simt
 from ddtree_jax.pallas import warps as w
+from ddtree_jax.pallas.bfloat16_rows import SWIZZLED, fill
 from ddtree_jax.pallas.latent_query_threads import Shape, add_query, make_rows, norm_tokens
 from ddtree_jax.pallas.simt import FLOAT, INT, UINT
 from ddtree_jax.pallas.skinny_gemm_kernel import at_cluster_barrier, cluster_barrier, load_from_cluster, stage_sums
 from ddtree_jax.pallas.skinny_gemm_shape import SIDE, num_floats
 from ddtree_jax.pallas.skinny_gemm_sums import finish
-
-_SWIZZLED = plgpu.TilingTransform((8, SIDE)), plgpu.SwizzleTransform(128)
-
-
-def _run_with_tokens(function: Callable, tokens: Any, refs: Sequence[tuple[Any, Any]], scalars: Sequence[Any]) -> None:
-    """`simt.run` by all threads, with the tokens in shared memory as the last one; the tensor cores may then read them."""
-    types = *(w.REF,) * len(refs), plgpu.RefType(_SWIZZLED), *(w.SCALAR,) * len(scalars)
-    kinds = *(kind for _, kind in refs), UINT
-
-    @plgpu.inline_mgpu(arg_types=types)
-    def call(_: Any, *args: Any) -> None:
-        memories = map(simt.Memory, args[: len(kinds)], kinds)
-        numbers = [simt.Value(number.registers.item(), INT) for number in args[len(kinds) :]]
-        t = simt.Threads()
-        function(t, *numbers, *memories)
-        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-        t.barrier()
-
-    call(*(ref for ref, _ in refs), tokens, *scalars)
 
 
 def _sync_warpgroup() -> None:
@@ -162,7 +144,7 @@ def _finish_head(block: _Block, out_latent: Any) -> None:
     """A cluster that has a head: the query without position goes on into the latent space."""
     shape = block.shape
     at_cluster_barrier("arrive.release", "wait.acquire")
-    _run_with_tokens(functools.partial(_add_query, shape), block.tokens_s, [(block.sums_s, FLOAT)], [])
+    fill(functools.partial(_add_query, shape), block.tokens_s, [(block.sums_s, FLOAT)], [])
     is_lifting = (block.warpgroup < shape.num_up_tiles) & block.has_up_tile(block.warpgroup)
     pl.when(is_lifting)(lambda: block.lift(out_latent))
     # No block may end while another one reads its sums.
@@ -210,7 +192,7 @@ def launch(
         block = _Block(shape, *place, q_b, key_up, *scratch)
         pl.when(warpgroup == shape.num_warpgroups - 1)(block.fetch)
         norm = functools.partial(norm_tokens, shape=shape)
-        _run_with_tokens(norm, block.tokens_s, [(query, UINT), (gain, UINT)], [block.part])
+        fill(norm, block.tokens_s, [(query, UINT), (gain, UINT)], [block.part])
         pl.when(warpgroup == 0)(block.multiply)
         rows = (latent, UINT), (latent_gain, UINT), (cos, FLOAT), (sin, FLOAT), (out_rows, UINT), (out_tile, UINT)
         pl.when(block.has_head)(lambda: _finish_head(block, out_latent))
@@ -245,4 +227,4 @@ def launch(
 
 
 def _swizzled(*shape: int) -> Any:
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=_SWIZZLED)
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)

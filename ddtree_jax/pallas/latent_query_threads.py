@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_jax.pallas import simt, skinny_gemm_shape
-from ddtree_jax.pallas.bfloat16_rows import UNIT, add_squares, apply_norm, load_unit, pack, unpack
+from ddtree_jax.pallas.bfloat16_rows import UNIT, add_squares, apply_norm, load_unit, pack, swizzle, unpack
 from ddtree_jax.pallas.latent_rows import NAN, Parts, is_not_finite, load_turn, turn_unit
 from ddtree_jax.pallas.simt import UINT
 from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP
@@ -80,8 +80,8 @@ class Shape:
 
 
 def _place(shape: Shape, block: Any, token: Any, column: Any) -> Any:
-    """Word of a token's column in a block of 64 columns, swizzled as the copy engine does it."""
-    return (block * (shape.q_b.num_tokens * SIDE) + token * SIDE + (column ^ ((token & 7) * UNIT))) >> 1
+    """Word of a token's column in a block of 64 columns."""
+    return (block * (shape.q_b.num_tokens * SIDE) + swizzle(token, column)) >> 1
 
 
 def add_pairs(values: Sequence[Any]) -> Any:

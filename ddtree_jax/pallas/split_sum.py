@@ -5,6 +5,9 @@
              4     5     6     .        as many as the length needs; others are not read
     threads                             then add up what the groups have, two columns each
 
+Bytes of 128 rows, 16 nodes of 8 heads, 512 wide: of each split 0.14 MB in bfloat16, and 0.13 MB of result; 2.4 MB of the 17
+splits that 1,024 tokens have, 9.1 MB of 66; 0.5 and 2.0 us at 4.57 TB/s, out of the second cache as a rule.
+
 A split is so many tiles, the last one with any has less, others have none: see `tree_mla_split`.
 """
 
@@ -151,6 +154,11 @@ def add_splits(
         t.store(weights, group, functools.reduce(operator.add, terms))
     t.barrier()
     _add_groups(t, row * shape.width + part_number * shape.columns, out, sums, tops, weights, shape)
+
+
+def share_out(t: Any, total: Any, parts: Any) -> Any:
+    """``total`` by ``parts``, rounded up."""
+    return t.divide(total + (parts - 1), parts)
 
 
 def _add(t: Any, kind: Any, words: list, term: Any, acc: list) -> list:

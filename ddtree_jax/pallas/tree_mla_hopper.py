@@ -43,10 +43,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Bool, Float, Int32
 
 from ddtree_jax.pallas import tree_mla_split as split
+from ddtree_jax.pallas.bfloat16_rows import SWIZZLED
 from ddtree_jax.pallas.latent_rows import fill_tiles, turn_pairs
 from ddtree_jax.pallas.split_sum import LOWEST
 from ddtree_jax.pallas.tree_mla_split import Query
-from ddtree_jax.pallas.tree_mla_turn import TRANSFORMS, load_on_gpu, turn_on_gpu
+from ddtree_jax.pallas.tree_mla_turn import load_on_gpu, turn_on_gpu
 from ddtree_jax.pallas.tree_mla_weights import ROW, WGMMA, any_in_warp, spread, store_weights, zeros
 
 _TILE = ROW_MULTIPLE = 64
@@ -136,7 +137,7 @@ def attend_splits(
 
 
 def _swizzled(*shape: int):
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=TRANSFORMS)
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
 
 
 def _attend_splits(

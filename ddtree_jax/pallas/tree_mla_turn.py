@@ -17,12 +17,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax.pallas import simt
 from ddtree_jax.pallas import warps as w
-from ddtree_jax.pallas.bfloat16_rows import UNIT, load_unit, store_unit
+from ddtree_jax.pallas.bfloat16_rows import LINE, SWIZZLED, UNIT, load_unit, store_unit, swizzle
 from ddtree_jax.pallas.latent_rows import turn_unit
 from ddtree_jax.pallas.simt import FLOAT, INT, UINT
 
-ROWS, WIDTH = 64, 64
-TRANSFORMS = plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(128)
+ROWS, WIDTH = 64, LINE
 _WARPGROUP = 128
 _UNITS = ROWS * WIDTH // (UNIT * _WARPGROUP)  # Of a thread.
 
@@ -47,7 +46,7 @@ def load_turn(t: Any, shape: tuple[int, int, int], heads: int, sequence: Any, ti
 
 def turn_rows(t: Any, rows: Any, turn: list) -> None:
     """Turns a thread's units of ``rows`` in shared memory by what `load_turn` gave."""
-    places = [row * WIDTH + (column ^ ((row & 7) * UNIT)) for row, column in _units(t)]
+    places = [swizzle(row, column) for row, column in _units(t)]
     units = [load_unit(t, rows, place) for place in places]
     for i, (place, unit) in enumerate(zip(places, units, strict=True)):
         store_unit(t, rows, place, turn_unit(unit, turn[UNIT * i : UNIT * (i + 1)]))
@@ -69,7 +68,7 @@ def load_on_gpu(cos_ref: Any, sin_ref: Any, heads: int, sequence: Any, tile: Any
 def turn_on_gpu(rows_ref: Any, turn: tuple) -> None:
     """`turn_rows` in a kernel's body; the tensor cores may read the rows behind it."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), *(w.SCALAR,) * len(turn)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), *(w.SCALAR,) * len(turn)))
     def call(_: Any, rows: Any, *turn: Any) -> None:
         values = [simt.Value(value.registers.item(), FLOAT) for value in turn]
         turn_rows(simt.Threads(), simt.Memory(rows, UINT), values)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from ddtree_jax.pallas import warps as w
-from ddtree_jax.pallas.tree_mla_turn import TRANSFORMS
+from ddtree_jax.pallas.bfloat16_rows import SWIZZLED
 
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
@@ -29,7 +29,7 @@ def spread(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def store_weights(weights_ref: Any, top_ref: Any, weights: jax.Array, top: jax.Array) -> None:
     """Both at once; Pallas' own stores, one after the other, would take three more barriers."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), w.REF, WGMMA, ROW))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), w.REF, WGMMA, ROW))
     def store(_, weights_ref, top_ref, weights, top):
         # This warp's scores are done, but products of the others may still read what lies there.
         mgpu.utils.warpgroup_barrier()
