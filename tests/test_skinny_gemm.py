@@ -22,8 +22,8 @@ from ddtree_jax.pallas.skinny_gemm import (
     unpack_weights,
 )
 from ddtree_jax.pallas.skinny_gemm_kernel import launch
-from ddtree_jax.pallas.skinny_gemm_shape import Shape, num_stages
-from ddtree_jax.pallas.skinny_gemm_sums import finish
+from ddtree_jax.pallas.skinny_gemm_shape import TOKENS_A_GROUP, Shape, num_stages
+from ddtree_jax.pallas.skinny_gemm_sums import finish, received_place, staged_place
 
 MIXED = (Output(width=76), Output(width=20, dtype=jnp.float32), Output(width=36, is_gated=True))
 
@@ -175,12 +175,19 @@ def run_finish(shape: Shape, sums: np.ndarray) -> list[np.ndarray]:
     """Outputs of all blocks, of which ``sums`` [tile, rank, tokens, 64] are the own ones."""
     outs = [as_words(output.dtype, shape.num_stored * output.width) for output in shape.outputs]
     for tile, rank in np.ndindex(sums.shape[:2]):
-        staged = np.zeros((shape.cluster, shape.num_tokens, shape.sums_stride), np.float32)
-        staged[..., :64] = sums[tile]
-        threads, memories = NumpyThreads(128), [Memory(one.reshape(-1)) for one in staged]
+        threads = NumpyThreads(128)
+        if shape.cluster == 1:
+            sources, place = [sums[tile, 0]], staged_place
+        else:
+            # Groups of tokens that come to the rank; what lies behind them was not sent.
+            groups = sums[tile].reshape(shape.cluster, -1, TOKENS_A_GROUP, 64)[:, rank :: shape.cluster]
+            sources = np.full((shape.cluster, shape.received_stride // shape.sums_stride, 64), np.nan, np.float32)
+            sources[:, : groups.shape[1] * TOKENS_A_GROUP] = groups.reshape(shape.cluster, -1, 64)
+            place = received_place
+        memories = [Memory(np.pad(one, ((0, 0), (0, shape.sums_stride - 64))).reshape(-1)) for one in sources]
         numbers = (threads.value(np.int32, number) for number in (tile, rank))
         load = functools.partial(load_four, threads, memories)
-        finish(threads, shape, *numbers, load, threads.barrier, *outs)
+        finish(threads, shape, *numbers, load, threads.barrier, *outs, place=place)
     return [
         out.array.view(output.dtype).reshape(shape.num_stored, output.width)
         for out, output in zip(outs, shape.outputs, strict=True)

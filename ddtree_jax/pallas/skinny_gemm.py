@@ -18,7 +18,7 @@ from jaxtyping import Array, BFloat16, Float
 from ddtree_jax.pallas import simt
 from ddtree_jax.pallas.rider import Rider
 from ddtree_jax.pallas.skinny_gemm_kernel import launch
-from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Config, Output, Shape, num_stages
+from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Config, Output, Shape, join_steps, num_stages
 
 MAX_TOKENS = 256
 """For more, unpacking the weight takes less time than reading it in several launches."""
@@ -118,7 +118,7 @@ def skinny_gemm_gpu(
         )
     if x_TK.shape[0] > FILLED_TOKENS:
         x_TK = jnp.pad(x_TK, ((0, shape.num_tokens - shape.num_stored), (0, 0)))
-    return launch(x_TK, blocks.reshape(-1, SIDE, SIDE), shape, config, rider=rider)
+    return launch(x_TK, blocks.reshape(-1, SIDE, SIDE), join_steps(shape, config), config, rider=rider)
 
 
 def device_config() -> Config:

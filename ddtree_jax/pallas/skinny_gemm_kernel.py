@@ -1,14 +1,15 @@
 """One product of few tokens with a wide weight on Hopper: every byte of the weight once, by all multiprocessors.
 
-A block has one warpgroup that fetches and one that multiplies 64 rows, a tile. The columns of a tile are cut into steps of
+A block has a thread that fetches and a warpgroup that multiplies 64 rows, a tile. The columns of a tile are cut into steps of
 128, or of 64 for many tokens, which the blocks of a cluster share out in order::
 
     fetch      steps of the block, as far as the ring holds ────────────────►
-    multiply       step ─► step ─► ... ─► sums to shared memory │ adds up its share of the tile, in the cluster's order,
-                                                                │ out of all blocks' shared memory ─► outputs
+    multiply       step ─► step ─► ... ─► sums to the blocks of the cluster, each some tokens │ each adds up what has come,
+                                                                                              │ in their order ─► outputs
 
-Weights are the operand with 64 rows of ``wgmma``, tokens the narrow one, both from shared memory. A cluster of one reads its
-own sums alone. Rows of tokens that are not there are zeros by the copy's own bounds.
+`skinny_gemm_ring` has the fetching, `skinny_gemm_exchange` what blocks send each other. Weights are the operand with 64 rows
+of ``wgmma``, tokens the narrow one, both from shared memory. A block without a cluster adds up nothing. Rows of tokens that
+are not there are zeros by the copy's own bounds.
 
 A product without clusters leaves multiprocessors free if it has fewer tiles. There blocks of a rider do what would be another
 launch; their scratch lies where other blocks have their sums.
@@ -35,8 +36,10 @@ from ddtree_jax.pallas import simt
 from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.rider import Rider
 from ddtree_jax.pallas.simt import FLOAT, UINT
-from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Config, Shape, num_floats, num_stages
-from ddtree_jax.pallas.skinny_gemm_sums import finish
+from ddtree_jax.pallas.skinny_gemm_exchange import expect, send
+from ddtree_jax.pallas.skinny_gemm_ring import SWIZZLED, InterpretedRing, Ring, num_barriers
+from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Config, Shape, num_scratch_floats, num_stages
+from ddtree_jax.pallas.skinny_gemm_sums import finish, received_place, staged_place
 
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -65,75 +68,77 @@ class _Block:
     shape: Shape
     tile: Array
     rank: Array
-    x: Any
-    blocks: Any
-    x_s: Any
-    blocks_s: Any
-    sums_s: Any
-    full: Any
-    free: Any
+    ring: Ring | InterpretedRing
 
     @property
-    def num_stages(self) -> int:
-        return self.x_s.shape[0]
+    def num_steps(self) -> Array:
+        begin, end = self.shape.span(self.rank)
+        return end - begin
 
-    def fetch(self) -> None:
-        """Keeps the ring full: a step's weight blocks, which lie together, and its columns of the tokens."""
+    def fetch(self, first: int, last: int | None = None) -> None:
+        """Steps from ``first`` on to ``last``, as the ring has stages for them."""
+
+        def fill(step: Array) -> None:
+            self._fetch(step)
+
+        def refill(step: Array) -> None:
+            self.ring.wait_free(step)
+            self._fetch(step)
+
+        stages, num_steps = jnp.int32(self.ring.num_stages), self.num_steps
+        pl.loop(first, lax.clamp(jnp.int32(first), num_steps, stages if last is None else jnp.int32(last)))(fill)
+        if last is None:
+            pl.loop(stages, lax.max(num_steps, stages))(refill)
+
+    def _fetch(self, step: Array) -> None:
+        """A step's weight blocks, which lie together, and its columns of the tokens."""
         shape = self.shape
-        begin, end = shape.span(self.rank)
+        number = shape.span(self.rank)[0] + step
         first_column = self.tile // shape.tiles_a_group * shape.num_steps
-        # A start that is no constant, as the tokens may be fewer than the rows.
-        rows = pl.ds(lax.mul(self.rank, jnp.int32(0)), shape.num_tokens)
-
-        @pl.loop(0, end - begin)
-        def _(i: Array) -> None:
-            slot = lax.rem(i, jnp.int32(self.num_stages))
-            pl.when(i >= self.num_stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
-            start = (self.tile * shape.num_steps + begin + i) * shape.step_blocks
-            source = self.blocks.at[pl.ds(start, shape.step_blocks)]
-            plgpu.copy_gmem_to_smem(source, self.blocks_s.at[slot], self.full.at[slot])
-            column = (first_column + begin + i) * (shape.step_blocks * SIDE)
-            source = self.x.at[rows, pl.ds(column, shape.step_blocks * SIDE)]
-            plgpu.copy_gmem_to_smem(source, self.x_s.at[slot], self.full.at[slot])
+        block = (self.tile * shape.num_steps + number) * shape.step_blocks
+        self.ring.copy(self.ring.place(step)[0], block, (first_column + number) * (shape.step_blocks * SIDE))
 
     def multiply(self) -> Array:
         """Sums [64, tokens] over the block's steps."""
-        shape = self.shape
-        begin, end = shape.span(self.rank)
-
-        def slot_of(i: Array) -> Array:
-            return lax.rem(i, jnp.int32(self.num_stages))
+        shape, ring = self.shape, self.ring
 
         def run(acc_ref: Any) -> Array:
-            @pl.loop(0, end - begin)
-            def _(i: Array) -> None:
-                slot = slot_of(i)
-                plgpu.barrier_wait(self.full.at[slot])
+            @pl.loop(0, self.num_steps)
+            def _(step: Array) -> None:
+                slot, _ = ring.place(step)
+                ring.wait_full(step)
                 for j in range(shape.step_blocks):
-                    tokens = self.x_s.at[slot, :, pl.ds(j * SIDE, SIDE)]
-                    plgpu.wgmma(acc_ref, self.blocks_s.at[slot, j], tokens.transpose((1, 0)))
+                    tokens = ring.x_s.at[slot, :, pl.ds(j * SIDE, SIDE)]
+                    plgpu.wgmma(acc_ref, ring.blocks_s.at[slot, j], tokens.transpose((1, 0)))
                 plgpu.wgmma_wait(shape.step_blocks)
                 # The step before has been read.
-                pl.when(i > 0)(lambda: plgpu.barrier_arrive(self.free.at[slot_of(i - 1)]))
+                pl.when(step > 0)(lambda: ring.let_go(step - 1))
 
             return acc_ref[...]
 
         return pl.run_scoped(run, plgpu.ACC((SIDE, shape.num_tokens), jnp.float32))
 
-    def finish(self, outs: Sequence[Any]) -> None:
-        """Outputs of the block's share of the tile."""
-        refs = [(self.sums_s, FLOAT), *((out, UINT) for out in outs)]
-        call = _finish_cluster if self.shape.cluster > 1 else _finish_alone
-        simt.run(functools.partial(call, self.shape), refs, [self.tile, self.rank])
+    def add_up(self, sums_s: Any, outs: Sequence[Any]) -> None:
+        """Multiplies, and writes the block's share of the tile's outputs."""
+        function = functools.partial(_finish, self.shape)
+        if self.shape.cluster == 1:
+            stage_sums(sums_s, self.multiply(), self.shape)
+            w.sync_threads(WARPGROUP)
+        else:
+            barriers, index = self.ring.barriers, 2 * self.ring.num_stages
+            expect(barriers, index, self.rank, self.shape)
+            at_cluster_barrier("wait.acquire")
+            send(sums_s, barriers, index, self.rank, self.multiply(), self.shape)
+            w.wait_barrier(barriers, jnp.int32(index), jnp.int32(0))
+        simt.run(function, [(sums_s, FLOAT), *((out, UINT) for out in outs)], [self.tile, self.rank])
 
 
-def _finish_alone(shape: Shape, t: Any, tile: Any, rank: Any, sums: simt.Memory, *outs: Any) -> None:
-    finish(t, shape, tile, rank, lambda _, index: t.load_vector(sums, index, 4), lambda: None, *outs)
+def _finish(shape: Shape, t: Any, tile: Any, rank: Any, sums: simt.Memory, *outs: Any) -> None:
+    def load(i: int, index: simt.Value) -> list[simt.Value]:
+        return t.load_vector(sums, index + i * shape.received_stride, 4)
 
-
-def _finish_cluster(shape: Shape, t: Any, tile: Any, rank: Any, sums: simt.Memory, *outs: Any) -> None:
-    load = functools.partial(load_from_cluster, sums)
-    finish(t, shape, tile, rank, load, functools.partial(cluster_barrier, "arrive.release"), *outs)
+    place = staged_place if shape.cluster == 1 else received_place
+    finish(t, shape, tile, rank, load, lambda: None, *outs, place=place)
 
 
 def load_from_cluster(sums: simt.Memory, rank: simt.Value | int, index: simt.Value) -> list[simt.Value]:
@@ -159,24 +164,27 @@ def at_cluster_barrier(*actions: str) -> None:
     w.inline(0, 0)(functools.partial(cluster_barrier, *actions))()
 
 
-def _run(block: _Block, warpgroup: Array, outs: Sequence[Any]) -> None:
-    is_cluster, stage = block.shape.cluster > 1, functools.partial(stage_sums, block.sums_s, shape=block.shape)
-    pl.when(warpgroup == 1)(block.fetch)
-    if not is_cluster:
+def _run(block: _Block, warpgroup: Array, sums_s: Any, outs: Sequence[Any], config: Config) -> None:
+    is_cluster = block.shape.cluster > 1
+    first_stages = min(config.first_stages, block.ring.num_stages)
 
-        @pl.when(warpgroup == 0)
-        def _() -> None:
-            stage(acc=block.multiply())
-            w.sync_threads(WARPGROUP)
-            block.finish(outs)
+    @pl.when(warpgroup == 0)
+    def _() -> None:
+        block.ring.begin()
+        block.fetch(0, first_stages)
+        block.ring.begin_rest()
 
-        return
-    pl.when(warpgroup == 0)(lambda: stage(acc=block.multiply()))
-    at_cluster_barrier("arrive.release", "wait.acquire")
-    pl.when(warpgroup == 0)(lambda: block.finish(outs))
-    pl.when(warpgroup == 1)(lambda: at_cluster_barrier("arrive.release"))
-    # No block may end while another one reads its sums.
-    at_cluster_barrier("wait.acquire")
+    # All barriers are made.
+    simt.run(lambda t: t.barrier(), [], [])
+    if is_cluster:
+        at_cluster_barrier("arrive.relaxed")
+    pl.when(warpgroup == 1)(lambda: block.add_up(sums_s, outs))
+
+    @pl.when(warpgroup == 0)
+    def _() -> None:
+        block.fetch(first_stages)
+        if is_cluster:
+            at_cluster_barrier("wait.acquire")
 
 
 def launch(
@@ -196,31 +204,40 @@ def launch(
     arrays, rider_outs, rider_blocks = (rider.arrays, rider.outs, rider.num_blocks) if rider else ((), (), 0)
 
     def body(x: Any, blocks: Any, *refs: Any) -> None:
-        *others, x_s, blocks_s, sums_s, full, free = refs
+        *others, x_s, blocks_s, sums_s = refs[:-num_barrier_refs]
         # [rider's arrays, outputs, rider's outputs]
         outs = others[len(arrays) : len(others) - len(rider_outs)]
         index, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         tile, rank = index // shape.cluster, lax.rem(index, jnp.int32(shape.cluster))
         if cluster > 1:
-            tile, rank = index, lax.axis_index("rank")
-        block = _Block(shape, tile, rank, x, blocks, x_s, blocks_s, sums_s, full, free)
+            tile, rank = index - idle_clusters, lax.axis_index("rank")
+        kind = Ring if interpret is None else InterpretedRing
+        block = _Block(shape, tile, rank, kind(shape, x, blocks, x_s, blocks_s, *refs[-num_barrier_refs:]))
         if rider:
             is_rider = index >= shape.num_blocks
-            pl.when(~is_rider)(lambda: _run(block, warpgroup, outs))
+            pl.when(~is_rider)(lambda: _run(block, warpgroup, sums_s, outs, config))
             rider_refs = *others[: len(arrays)], *others[len(arrays) + len(outs) :]
             pl.when(is_rider & (warpgroup == 0))(lambda: rider.run(index - shape.num_blocks, rider_refs, sums_s))
             return
         if interpret is None:
-            _run(block, warpgroup, outs)
+            run = functools.partial(_run, block, warpgroup, sums_s, outs, config)
+            pl.when(tile >= 0)(run) if idle_clusters else run()
             return
-        pl.when(warpgroup == 1)(block.fetch)
 
         @pl.when(warpgroup == 0)
+        def _() -> None:
+            block.fetch(0)
+
+        @pl.when(warpgroup == 1)
         def _() -> None:
             outs[0][index] = block.multiply()
 
     cluster = 1 if interpret is not None else shape.cluster
-    swizzled = (plgpu.TilingTransform((8, SIDE)), plgpu.SwizzleTransform(128))
+    idle_clusters = config.idle_clusters if cluster == 2 else 0
+    barriers = [plgpu.SMEM((num_barriers(stages),), jnp.int64)]
+    if interpret is not None:
+        barriers = [plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages) for arrivals in (2, 1)]
+    num_barrier_refs = len(barriers)
     results = [jax.ShapeDtypeStruct((shape.num_stored, output.width), output.dtype) for output in shape.outputs]
     if interpret is not None:
         results = [jax.ShapeDtypeStruct((shape.num_blocks, SIDE, shape.num_tokens), jnp.float32)]
@@ -228,18 +245,17 @@ def launch(
         plgpu.kernel(
             body,
             out_type=(*results, *rider_outs),
-            grid=(shape.num_blocks // cluster + rider_blocks,),
+            grid=(idle_clusters + shape.num_blocks // cluster + rider_blocks,),
             grid_names=("block",),
             **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),
             num_threads=2,
             thread_name="warpgroup",
             kernel_name=f"skinny_gemm_{rider.name}" if rider else "skinny_gemm",
             scratch_types=[
-                plgpu.SMEM((stages, shape.num_tokens, shape.step_blocks * SIDE), jnp.bfloat16, transforms=swizzled),
-                plgpu.SMEM((stages, shape.step_blocks, SIDE, SIDE), jnp.bfloat16, transforms=swizzled),
-                plgpu.SMEM((num_floats(shape, floats),), jnp.float32),
-                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-                plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+                plgpu.SMEM((stages, shape.num_tokens, shape.step_blocks * SIDE), jnp.bfloat16, transforms=SWIZZLED),
+                plgpu.SMEM((stages, shape.step_blocks, SIDE, SIDE), jnp.bfloat16, transforms=SWIZZLED),
+                plgpu.SMEM((num_scratch_floats(shape, floats),), jnp.float32),
+                *barriers,
             ],
             interpret=interpret,
         )(x_TK, blocks_bok, *arrays)

@@ -1,5 +1,6 @@
 """How a launch of `skinny_gemm` divides the work: tuning, outputs, and what is static of its tiles."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 SIDE = 64
 """Rows and columns of a weight block: the rows of ``wgmma``, and a line of 128 bytes."""
 WARPGROUP = 128
+TOKENS_A_GROUP = 8
+"""That a block of a cluster adds up at a time."""
 _PAD = 4  # Floats behind a token's sums, so that a warp's stores meet all banks.
 
 
@@ -23,8 +26,11 @@ class Config:
 
     cluster: int = 1
     step_blocks: int = 2
+    few_tokens: int = 32
     many_tokens: int = 128
     max_stages: int = 16
+    first_stages: int = 2
+    idle_clusters: int = 4
     shared_bytes: int = 220_000
     num_multiprocessors: int = 132
     group_size: int = 16
@@ -59,7 +65,7 @@ class Shape:
     """Blocks of 64 columns in a tile."""
     tiles_a_group: int
     cluster: int
-    """Blocks of a tile, which read each other's sums."""
+    """Blocks of a tile, which send each other sums."""
     step_blocks: int
     steps_a_cut: int
     """Blocks of a cluster take whole multiples of so many steps."""
@@ -83,26 +89,54 @@ class Shape:
         """Floats from a token's sums to the next one's."""
         return SIDE + _PAD
 
+    @property
+    def num_groups(self) -> int:
+        """Of tokens."""
+        return self.num_tokens // TOKENS_A_GROUP
+
+    @property
+    def received_stride(self) -> int:
+        """Floats from what one block of the cluster sends to what the next one does."""
+        return -(-self.num_groups // self.cluster) * TOKENS_A_GROUP * self.sums_stride
+
     def span(self, rank: Any) -> tuple[Any, Any]:
         """Steps of its tile that a block of the cluster takes: the same columns for any number of tokens."""
         num_cuts = self.num_steps // self.steps_a_cut
         return tuple((rank + i) * num_cuts // self.cluster * self.steps_a_cut for i in range(2))
 
 
+def join_steps(shape: Shape, config: Config) -> Shape:
+    """Steps of twice as many blocks, of up to ``few_tokens``, where blocks of a cluster keep their columns by that."""
+    twice = 2 * config.step_blocks
+    joined = dataclasses.replace(shape, step_blocks=twice, steps_a_cut=1)
+    is_short = shape.num_tokens <= config.few_tokens and shape.num_columns % twice == 0
+    return joined if is_short and _columns(joined) == _columns(shape) else shape
+
+
+def _columns(shape: Shape) -> list[tuple[int, ...]]:
+    """First and last block of columns of each block of the cluster."""
+    return [tuple(step * shape.step_blocks for step in shape.span(rank)) for rank in range(shape.cluster)]
+
+
 def num_floats(shape: Shape, other: int = 0) -> int:
-    """Of shared memory beside the ring: a block's sums, or what another block of the launch takes."""
+    """Of shared memory for a tile's sums, or for what another block of the launch takes."""
     return max(shape.num_tokens * shape.sums_stride, other)
 
 
+def num_scratch_floats(shape: Shape, other: int = 0) -> int:
+    """Of shared memory beside the ring: `num_floats`, or what a cluster's blocks send."""
+    return num_floats(shape, other) if shape.cluster == 1 else shape.cluster * shape.received_stride
+
+
 def num_stages(shape: Shape, config: Config, other: int = 0) -> int:
-    """Of the ring: those that shared memory holds beside `num_floats`, but no more than a block has steps, or two.
+    """Of the ring: those that shared memory holds beside `num_scratch_floats`, but no more than a block has steps, or two.
 
     Each has barriers, which take time before anything else begins.
 
     Raises:
       NotImplementedError: it does not hold two.
     """
-    free = config.shared_bytes - 4 * num_floats(shape, other)
+    free = config.shared_bytes - 4 * num_scratch_floats(shape, other)
     stages = min(config.max_stages, free // shape.stage_bytes)
     if stages < 2:
         raise NotImplementedError(f"two stages of {shape.stage_bytes} bytes need more than {config.shared_bytes} bytes")

@@ -9,21 +9,42 @@ from typing import Any
 import numpy as np
 
 from ddtree_jax.pallas.simt import UINT
-from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Shape
+from ddtree_jax.pallas.skinny_gemm_shape import SIDE, TOKENS_A_GROUP, WARPGROUP, Shape
 
 _VECTORS_A_TOKEN = SIDE // 4
 
 
-def finish(t: Any, shape: Shape, tile: Any, rank: Any, load: Callable, let_go: Callable[[], None], *outs: Any) -> None:
+def staged_place(t: Any, shape: Shape, turn: int, token: Any, row: Any) -> Any:
+    """Of four sums where a block has those of all tokens."""
+    del turn
+    # The last turn may have more threads than places; what lies behind the tokens is not written.
+    return t.minimum(token, shape.num_tokens - 1) * shape.sums_stride + row
+
+
+def received_place(t: Any, shape: Shape, turn: int, token: Any, row: Any) -> Any:
+    """Of four sums where a block has what a block of the cluster has sent to it, a group of tokens a turn."""
+    del t
+    return ((token & (TOKENS_A_GROUP - 1)) + turn * TOKENS_A_GROUP) * shape.sums_stride + row
+
+
+def finish(
+    t: Any,
+    shape: Shape,
+    tile: Any,
+    rank: Any,
+    load: Callable,
+    let_go: Callable[[], None],
+    *outs: Any,
+    place: Callable = staged_place,
+) -> None:
     """Adds up a block's share of a tile, in the order of the cluster's blocks, and writes its outputs.
 
-    ``load(i, index)`` gives four sums of block i; after ``let_go()`` none are loaded any more. The outputs [T, width] are
-    given as words: a bfloat16 one has two values in each.
+    ``load(i, index)`` gives four sums of block i, which lie where ``place`` says; after ``let_go()`` none are loaded any
+    more. The outputs [T, width] are given as words: a bfloat16 one has two values in each.
     """
     places, totals = _places(t, shape, rank), []
-    for token, row in places:
-        # The last turn may have more threads than places; what lies behind the tokens is not written.
-        index = t.minimum(token, shape.num_tokens - 1) * shape.sums_stride + row
+    for turn, (token, row) in enumerate(places):
+        index = place(t, shape, turn, token, row)
         total, *others = [load(i, index) for i in range(shape.cluster)]
         for values in others:
             total = [x + value for x, value in zip(total, values, strict=True)]
