@@ -10,8 +10,8 @@ shared memory; its barrier counts the bytes::
 Why each step may trust the one before:
 
 * No rank sends to a barrier that is not made. The thread that makes it fences that (``fence.mbarrier_init.release.cluster``)
-  and arrives at the cluster's barrier afterwards; senders wait there, with acquire, until all threads have arrived. That is
-  the only time that ranks wait for all others, and it lies behind their products.
+  and arrives at the cluster's barrier afterwards; those that will send wait there, with acquire, until all threads have
+  arrived. Only then do ranks wait for each other, and it lies before their products: the first bytes are on their way.
 * All sums are there when r reads them. A phase of its barrier ends when its one arrival and all bytes have come; the
   arrival, r's own, says how many. Bytes may come before the arrival: they count below zero, and the phase cannot end
   without it. A ``st.async`` releases its value with the count of its bytes, and threads that see the phase's end acquire it.

@@ -94,7 +94,7 @@ class _Block:
         """A step's weight blocks, which lie together, and its columns of the tokens."""
         shape = self.shape
         number = shape.span(self.rank)[0] + step
-        first_column = self.tile // shape.tiles_a_group * shape.num_steps
+        first_column = lax.div(self.tile, jnp.int32(shape.tiles_a_group)) * shape.num_steps
         block = (self.tile * shape.num_steps + number) * shape.step_blocks
         self.ring.copy(self.ring.place(step)[0], block, (first_column + number) * (shape.step_blocks * SIDE))
 

@@ -16,12 +16,17 @@ _PAD = 4  # Floats behind a token's sums, so that a warp's stores meet all banks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A tile has a ``cluster`` of blocks; a step has ``step_blocks`` blocks of 64 columns, of more than ``many_tokens`` one.
+    """A tile has a ``cluster`` of blocks; a step has ``step_blocks`` blocks of 64 columns, of up to ``few_tokens`` twice as
+    many (`join_steps`), of more than ``many_tokens`` one.
+
+    ``first_stages`` of the ring are filled before the block's threads wait for each other: an H200 fills one in 0.1 us.
+    ``idle_clusters`` are blocks without a tile at the beginning of a launch of clusters of two. An H200 places the first four
+    on 8 multiprocessors whose blocks, and those of 8 others, had their weight last, half a microsecond behind the rest.
 
     The other numbers decide how many blocks a tile gets (`skinny_gemm.choose_config`): multiprocessors, which clusters find
     free in groups, what one block and all of them read, and what a cluster costs and each of its blocks. They are fitted to
-    times of 12 projections at 16 tokens on an H200: with 2.2 us for a launch they tell them to 16 %, and choose clusters
-    that are within 3 % of the fastest.
+    times of 12 projections at 16 tokens on an H200, when blocks of a cluster still read each other's sums: with 2.2 us for a
+    launch they tell them to 16 %, and choose clusters that are within 3 % of the fastest.
     """
 
     cluster: int = 1
