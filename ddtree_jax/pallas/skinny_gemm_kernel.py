@@ -34,10 +34,11 @@ from jaxtyping import Array, BFloat16
 
 from ddtree_jax.pallas import simt
 from ddtree_jax.pallas import warps as w
+from ddtree_jax.pallas.bfloat16_rows import SWIZZLED
 from ddtree_jax.pallas.rider import Rider
 from ddtree_jax.pallas.simt import FLOAT, UINT
 from ddtree_jax.pallas.skinny_gemm_exchange import expect, send
-from ddtree_jax.pallas.skinny_gemm_ring import SWIZZLED, InterpretedRing, Ring, num_barriers
+from ddtree_jax.pallas.skinny_gemm_ring import InterpretedRing, Ring, num_barriers
 from ddtree_jax.pallas.skinny_gemm_shape import SIDE, WARPGROUP, Config, Shape, num_scratch_floats, num_stages
 from ddtree_jax.pallas.skinny_gemm_sums import finish, received_place, staged_place
 

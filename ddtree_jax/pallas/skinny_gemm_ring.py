@@ -21,9 +21,9 @@ from jaxlib.mlir.dialects import arith, nvvm
 from jaxtyping import Array
 
 from ddtree_jax.pallas import warps as w
+from ddtree_jax.pallas.bfloat16_rows import SWIZZLED
 from ddtree_jax.pallas.skinny_gemm_shape import SIDE, Shape
 
-SWIZZLED = (plgpu.TilingTransform((8, SIDE)), plgpu.SwizzleTransform(128))
 _NUM_WARPS = 4  # That multiply.
 
 
