@@ -45,7 +45,7 @@ class UnitTable:
 
 def scratch_words(num_pairs: int, num_experts: int) -> int:
     """Words of shared memory that `build_schedule` works in."""
-    return (_num_words(num_pairs) + 1) * _whole(num_experts) + _whole(num_experts) // _LANES
+    return (_stride(num_pairs) + 1) * _whole(num_experts) + _whole(num_experts) // _LANES
 
 
 def _whole(size: int) -> int:
@@ -56,6 +56,12 @@ def _num_words(num_pairs: int) -> int:
     """Of an expert's bits, a bit a pair: 1, 2 or whole vectors of 4."""
     size = -(-num_pairs // _LANES)
     return size if size < 3 else 4 * -(-size // 4)
+
+
+def _stride(num_pairs: int) -> int:
+    """Words from expert to expert: vectors of experts behind each other are in different banks."""
+    size = _num_words(num_pairs)
+    return size + 4 if size > 4 else size
 
 
 def build_schedule(
@@ -81,7 +87,7 @@ def build_schedule(
     def call(expert_g, units, pairs, places, scratch) -> None:
         thread = w.thread()
         bits_s = _Bits(w.pointer(scratch), num_pairs)
-        first_s = w.at(bits_s.pointer, w.i32(4 * bits_s.size * _whole(num_experts)), w.SHARED)
+        first_s = w.at(bits_s.pointer, w.i32(4 * bits_s.stride * _whole(num_experts)), w.SHARED)
         total_s = w.at(first_s, w.i32(4 * _whole(num_experts)), w.SHARED)
         indices = [arith.addi(thread, w.i32(start)) for start in range(0, num_pairs, num_threads)]
 
@@ -92,7 +98,7 @@ def build_schedule(
                     function(index)
 
         experts = [_read_expert(expert_g, index, num_pairs, num_experts) for index in indices]
-        each(bits_s.size * _whole(num_experts), lambda index: llvm.store(w.i32(0), _word(bits_s.pointer, index)))
+        each(bits_s.stride * _whole(num_experts), lambda index: llvm.store(w.i32(0), _word(bits_s.pointer, index)))
         each(TOKENS * table.num_units, lambda index: llvm.store(w.i32(-1), _word(w.pointer(pairs), index)))
         gpu.barrier()
         for index, expert in zip(indices, experts, strict=True):
@@ -125,8 +131,12 @@ class _Bits:
     def size(self) -> int:
         return _num_words(self.num_pairs)
 
+    @property
+    def stride(self) -> int:
+        return _stride(self.num_pairs)
+
     def _start(self, expert: ir.Value) -> ir.Value:
-        return _word(self.pointer, w.scaled(arith.maxsi(expert, w.i32(0)), self.size))
+        return _word(self.pointer, w.scaled(arith.maxsi(expert, w.i32(0)), self.stride))
 
     def set(self, expert: ir.Value, pair: ir.Value) -> None:
         """Nothing for an expert that is none of ours."""
