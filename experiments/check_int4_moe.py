@@ -32,8 +32,10 @@ SHAPES = (
     (16, 8, 48, 512, 1024),
     (2, 8, 64, 1536, 256),
     (40, 1, 8, 224, 352),
+    (12, 4, 10, 4096, 192),
+    (48, 2, 9, 4608, 256),
 )
-"""T, X, E, D, F."""
+"""T, X, E, D, F. The last two have so many tiles of down that blocks share some of them out late."""
 COMPARED = (3, 6, 7)
 """Of these all forms are compared."""
 EQUAL = ("hopper", "small", "ampere")
@@ -118,10 +120,10 @@ def measure_error(y_TD: np.ndarray, expected_TD: np.ndarray) -> float:
 
 
 def choose_forms(x_TD: jax.ShapeDtypeStruct, experts: ExpertBlocks) -> dict[str, int4_spans.Config]:
-    """The device's own form, and forms with steps and blocks by which they add up in the same order."""
+    """The device's own form, and forms with steps, blocks and spans by which they add up in the same order."""
     own = choose_config(x_TD, experts)
     forms = (int4_spans.HOPPER, int4_spans.SMALL, int4_spans.AMPERE)
-    same = {"num_blocks": own.num_blocks, "step_columns": BLOCK_COLUMNS}
+    same = {"num_blocks": own.num_blocks, "step_columns": BLOCK_COLUMNS, "free_tiles": 0}
     return {"own": own} | {name: dataclasses.replace(form, **same) for name, form in zip(EQUAL, forms, strict=True)}
 
 

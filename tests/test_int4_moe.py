@@ -149,35 +149,50 @@ def test_spans_share_all_steps_equally(num_blocks: int, shape: tuple[int, int, i
     assert (start[owner] <= step).all() and (step < end[owner]).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 64), (2, 8, 11), (2, 4, 11), (1, 56, 110), (14, 2, 8)])
-def test_every_part_that_is_added_was_written(shape: tuple[int, int, int]) -> None:
+def test_quotients_are_exact_though_floats_round() -> None:
+    """Around multiples of divisors, where a float32 quotient is too small (49 / 49) or, of large numbers, too large."""
+    divisors, quotients = np.meshgrid([1, 2, 3, 49, 3_080, 123_457, 16_000_003], np.arange(132))
+    for offset in (-1, 0, 1):
+        values = np.maximum(divisors * quotients + offset, 0).astype(np.int32)
+        found = int4_spans.divide(jnp.asarray(values), jnp.asarray(divisors, jnp.int32))
+        np.testing.assert_array_equal(found, values // divisors)
+
+
+@pytest.mark.parametrize("num_free", [0, 1])
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 2, 64), (3, 8, 11), (3, 4, 11), (2, 56, 110), (14, 2, 8)])
+def test_every_part_that_is_added_was_written(shape: tuple[int, int, int], num_free: int) -> None:
     """Plays the kernel's bookkeeping: who writes the beginning of a tile, who a later part, and who reads which."""
     num_tiles, num_steps, num_units = shape
     config = int4_spans.HOPPER
     blocks = jax.ShapeDtypeStruct((1, num_tiles, num_steps * config.step_blocks, 8, BLOCK_WORDS), jnp.int32)
-    product = int4_spans.Product(blocks, config)
+    product = int4_spans.Product(blocks, config, num_free)
     start, end = map(np.asarray, product.span(jnp.int32(num_units), jnp.arange(config.num_blocks)))
     beginnings, parts = {}, {}
     for block in range(config.num_blocks):
-        for tile in range(start[block] // num_steps, -(-end[block] // num_steps)):
-            begin = tile * num_steps
+        for index in range(start[block] // num_steps, -(-end[block] // num_steps)):
+            begin = index * num_steps
             steps = set(range(max(begin, start[block]), min(begin + num_steps, end[block])))
+            unit, tile, k = (int(number) for number in product.position(jnp.int32(begin)))
+            assert k == 0
             if begin < start[block]:
                 assert block not in parts, "a block has room for one part"
-                parts[block] = steps
+                parts[block] = (unit, tile), {step - begin for step in steps}
             elif steps:
-                beginnings[tile] = steps
-    tiles = np.arange(num_units * num_tiles, dtype=np.int32)
-    first, last = map(np.asarray, product.owners(jnp.int32(num_units), *map(jnp.asarray, divmod(tiles, num_tiles))))
-    for tile in tiles:
-        found = [beginnings[tile]] + [parts[block] for block in range(first[tile] + 1, last[tile] + 1)]
-        assert sorted(step for steps in found for step in steps) == list(
-            range(tile * num_steps, (tile + 1) * num_steps)
-        )
+                beginnings[unit, tile] = {step - begin for step in steps}
+    for number in range(num_units * num_free):
+        where = tuple(int(index) for index in product.free_tile(jnp.int32(number)))
+        assert where not in beginnings, "a tile is taken once"
+        beginnings[where] = set(range(num_steps))
+    tiles = list(np.ndindex(num_units, num_tiles))
+    first, last = map(np.asarray, product.owners(jnp.int32(num_units), *jnp.asarray(tiles, jnp.int32).T))
+    for i, tile in enumerate(tiles):
+        found = [(tile, beginnings[tile])] + [parts[block] for block in range(first[i] + 1, last[i] + 1)]
+        assert all(where == tile for where, _ in found)
+        assert sorted(step for _, steps in found for step in steps) == list(range(num_steps))
 
 
-def play_block(block: int, gate_up: dict, down: dict, num_units: int) -> Iterator[tuple[str, tuple, int]]:
-    """What a block signals and waits for, in the kernel's order."""
+def play_block(block: int, gate_up: dict, down: dict, free: list[int]) -> Iterator[tuple[str, tuple, int]]:
+    """What a block signals and waits for, in the kernel's order. It takes tiles from ``free``, which has their units."""
     for step in range(gate_up["start"][block], gate_up["end"][block]):
         tile, k = divmod(step, gate_up["num_steps"])
         unit = tile // gate_up["num_tiles"]
@@ -191,27 +206,32 @@ def play_block(block: int, gate_up: dict, down: dict, num_units: int) -> Iterato
     if start < end and start <= end - 1 - k and k + 1 < gate_up["num_steps"]:
         yield "wait", ("parts", tile), gate_up["owner"][end - 2 - k + gate_up["num_steps"]] - block
         yield "signal", ("ready", tile // gate_up["num_tiles"]), 1
-    units = [step // down["num_steps"] // down["num_tiles"] for step in range(down["start"][block], down["end"][block])]
+    units = [step // down["num_steps"] // down["num_own"] for step in range(down["start"][block], down["end"][block])]
     for unit in sorted(set(units)):
         yield "wait", ("ready", unit), gate_up["num_tiles"]
+    while free:
+        yield "wait", ("ready", free.pop()), gate_up["num_tiles"]
     yield "signal", ("all",), 1
     yield "wait", ("all",), 132
 
 
+@pytest.mark.parametrize("num_free", [0, 1])
 @pytest.mark.parametrize(
-    "shapes", [((1, 56), (14, 2), 110), ((8, 56), (14, 16), 2), ((1, 1), (1, 1), 1), ((2, 8), (2, 4), 11)]
+    "shapes", [((1, 56), (14, 2), 110), ((8, 56), (14, 16), 2), ((1, 1), (2, 1), 1), ((2, 8), (2, 4), 11)]
 )
-def test_blocks_never_wait_in_vain(shapes: tuple) -> None:
+def test_blocks_never_wait_in_vain(shapes: tuple, num_free: int) -> None:
     """In any order that blocks run in, all get to the end, and no semaphore is counted further than it is waited for."""
     products, num_units = [], shapes[2]
-    for num_tiles, num_steps in shapes[:2]:
+    for (num_tiles, num_steps), free in zip(shapes[:2], (0, num_free), strict=True):
         blocks = jax.ShapeDtypeStruct((1, num_tiles, 2 * num_steps, 8, BLOCK_WORDS), jnp.int32)
-        product = int4_spans.Product(blocks, int4_spans.HOPPER)
+        product = int4_spans.Product(blocks, int4_spans.HOPPER, free)
         start, end = (np.asarray(side).tolist() for side in product.span(jnp.int32(num_units), jnp.arange(132)))
         owner = np.asarray(product.owner(jnp.int32(num_units), jnp.arange(max(end[-1], 1)))).tolist()
-        products.append(dict(num_tiles=num_tiles, num_steps=num_steps, start=start, end=end, owner=owner))
+        sizes = {"num_tiles": num_tiles, "num_own": product.num_own, "num_steps": num_steps}
+        products.append(sizes | {"start": start, "end": end, "owner": owner})
     order = random.Random(0)
-    running = {block: play_block(block, *products, num_units) for block in range(132)}
+    units = [unit for unit in range(num_units) for _ in range(num_free)]
+    running = {block: play_block(block, *products, units) for block in range(132)}
     waiting: dict[int, tuple[tuple, int]] = {}
     counts: collections.Counter = collections.Counter()
     needed: dict[tuple, int] = {}
@@ -257,19 +277,21 @@ def test_every_form_lowers_for_cuda(form: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 16])
 def test_fetching_warps_tell_a_free_stage_from_one_a_turn_behind(num_stages: int) -> None:
-    """Plays the ring: barriers know the parity of a phase alone, and any warp may be slow."""
+    """Plays the ring: barriers know the parity of a phase alone, and any warp may be slow. The last steps are warp 0's."""
     order = random.Random(0)
-    for _ in range(50):
-        num_steps, num_warps = 40, int4_kernel.num_fetching_warps(num_stages)
+    for num_shared in [40, 39, 38, 37, 3, 1, 0] * 7:
+        num_steps, num_warps = num_shared + 10, int4_kernel.num_fetching_warps(num_stages)
         freed = [0] * num_stages
         filled: list[int | None] = [None] * num_stages
-        following, consumed = list(range(num_warps)), 0
+        following = [list(range(warp, num_shared, num_warps)) for warp in range(num_warps)]
+        following[0] += range(num_shared, num_steps)
+        consumed = 0
         while consumed < num_steps:
             able = []
-            for warp, step in enumerate(following):
+            for warp, step in ((warp, steps[0]) for warp, steps in enumerate(following) if steps):
                 # A phase has ended if the phase that is running has the other parity.
                 awaited = 1 - step // num_stages % 2
-                if step < num_steps and freed[step % num_stages] % 2 != awaited:
+                if freed[step % num_stages] % 2 != awaited:
                     able.append(warp)
             if filled[consumed % num_stages] == consumed:
                 able.append(num_warps)
@@ -279,10 +301,9 @@ def test_fetching_warps_tell_a_free_stage_from_one_a_turn_behind(num_stages: int
                 freed[consumed % num_stages] += 1
                 consumed += 1
             else:
-                step = following[actor]
+                step = following[actor].pop(0)
                 assert filled[step % num_stages] is None, f"step {step} overwrites step {filled[step % num_stages]}"
                 filled[step % num_stages] = step
-                following[actor] += num_warps
 
 
 def test_the_device_check_tells_right_from_wrong() -> None:
@@ -308,6 +329,21 @@ def block_shapes(E: int, D: int, F: int) -> ExpertBlocks:
     shapes = ((E, 2, F, D // 8), (E, 2, F, D // 32), (E, D, F // 8), (E, D, F // 32))
     dtypes = (jnp.int32, jnp.bfloat16) * 2
     return jax.eval_shape(pack_experts, ExpertWeights(*map(jax.ShapeDtypeStruct, shapes, dtypes)))
+
+
+@pytest.mark.parametrize(
+    ("T", "F", "num_free", "warpgroups"),
+    [(2, 256, 0, 2), (3, 256, 3, 2), (64, 256, 3, 2), (31, 2048, 0, 2), (32, 2048, 0, 4), (16, 128, 0, 2)],
+)
+def test_blocks_share_out_late_what_is_small(T: int, F: int, num_free: int, warpgroups: int) -> None:
+    """Tiles of few steps and one term; more warps where there are none."""
+    chosen = []
+
+    def choose(x_TD: jax.Array, experts: ExpertBlocks) -> None:
+        chosen.append(int4_moe.choose_config(x_TD, experts, int4_spans.HOPPER))
+
+    jax.eval_shape(choose, jax.ShapeDtypeStruct((T, 7168), jnp.bfloat16), block_shapes(8, 7168, F))
+    assert [(config.free_tiles, config.warpgroups) for config in chosen] == [(num_free, warpgroups)]
 
 
 def test_the_kernel_is_chosen_for_cuda_alone() -> None:

@@ -4,8 +4,8 @@ A block has 2 or 4 computing warpgroups and 1 that fetches. Both products are cu
 unit (an expert and its tokens, see `int4_schedule`), in the order (unit, tile of 512 rows, columns), and every block takes an
 equal span of them, wherever tiles begin or end::
 
-    fetch    schedule | gate and up ──────────────► down, as far as the ring holds ┊ down ───────►
-    compute  schedule | gate and up ─► sums ─► combine split tile ─► down ─► sums ─► sync ─► add up
+    fetch    schedule | gate and up ──────────────► down, as far as the ring holds ┊ down ─► free tiles
+    compute  schedule | gate and up ─► sums ─► combine split tile ─► down ─► free tiles ─► sync ─► add up
                         step: unpack, x scale, mma                   hidden rows
                                                                      to shared memory
 
@@ -14,10 +14,15 @@ Of a tile that blocks share, the part that begins it goes to an array by pair, l
 needs the sum adds them in the order of blocks: the same on every run. Blocks wait for no more than they need: the block
 with a tile's beginning for its other parts, a unit's second product for its hidden rows, the last sum for everything.
 
+Equal spans take unequal times, since memory serves blocks in an order that differs from run to run: at 16 tokens on an H200
+they ended between 78 and 86 us after the first one's start. So some tiles of down are in no span (``Config.free_tiles``).
+Blocks take them one by one, each as a whole: who did makes no difference to the sum. Their hidden rows come through the
+ring, as the tokens of gate and up do.
+
 Bytes: every unit's expert once (3.1 MB at 256 features and 7,168 columns), 4.57 TB/s on an H200 at best.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +33,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Int32
 
+from ddtree_jax.pallas import int4_fetch as fetch
 from ddtree_jax.pallas import int4_steps as steps
 from ddtree_jax.pallas import warps
 from ddtree_jax.pallas.int4_blocks import BLOCK_ROWS, BLOCK_WORDS
 from ddtree_jax.pallas.int4_schedule import UnitTable, build_schedule, scratch_words
 from ddtree_jax.pallas.int4_spans import Config, Product
 from ddtree_jax.pallas.int4_steps import TOKENS
+from ddtree_jax.pallas.int4_sum import LastSum, add_parts
 from ddtree_jax.pallas.int4_unpack import WEIGHT_SCALE
 
 _WARPS = 4
@@ -63,6 +70,7 @@ class _Block:
     units: Any
     pairs: Any
     places: Any
+    numbers: Any
     semaphores: warps.Semaphores
 
     @property
@@ -74,9 +82,19 @@ class _Block:
         return steps.stage_bytes(self.config.tile_blocks, self.config.step_blocks)
 
     @property
+    def sizes(self) -> fetch.Ring:
+        config = self.config
+        return fetch.Ring(
+            step_blocks=config.step_blocks,
+            tile_blocks=config.tile_blocks,
+            num_stages=self.num_stages,
+            has_bulk_copies=config.has_bulk_copies,
+        )
+
+    @property
     def products(self) -> tuple[Product, Product]:
         _, gate_up, down, *_ = self.inputs
-        return Product(gate_up, self.config), Product(down, self.config)
+        return Product(gate_up, self.config), Product(down, self.config, self.config.free_tiles)
 
     @property
     def num_terms(self) -> int:
@@ -90,6 +108,8 @@ class _Block:
             start, end = product.span(self.num_units, self.index)
             self._fetch_product(product, is_first, start, end, done)
             done = done + end - start
+        if self.config.free_tiles:
+            pl.when(warps.warp_index() == 0)(lambda: self._fetch_free(done))
 
     def _fetch_product(self, product: Product, is_first: bool, start: Array, end: Array, done: Array) -> None:
         config = self.config
@@ -97,50 +117,91 @@ class _Block:
         warp, num_warps = warps.warp_index(), num_fetching_warps(self.num_stages)
         first = start + lax.rem(warp - done + num_warps * (done // num_warps + 1), num_warps)
 
-        def fetch(turn: Array, carry: Array) -> Array:
+        def fetch_step(turn: Array, carry: Array) -> Array:
             step = first + num_warps * turn
-            count = done + step - start
             unit, tile, k = product.position(step)
             expert, num_tokens = self.table.split(self.units[unit])
-            steps.fetch_step(
-                product.blocks,
-                self.ring,
-                self.barriers,
-                tokens,
-                self.pairs,
-                expert,
-                tile * (config.tile_blocks // product.group),
-                k * config.step_blocks,
-                lax.rem(count, self.num_stages),
-                1 - lax.rem(count // self.num_stages, 2),
-                unit,
-                num_tokens if is_first else jnp.int32(0),
-                step_blocks=config.step_blocks,
-                tile_blocks=config.tile_blocks,
-                num_stages=self.num_stages,
-                per_token=per_token,
-                has_bulk_copies=config.has_bulk_copies,
-            )
+            group = tile * (config.tile_blocks // product.group)
+            refs = (product.blocks, self.ring, self.barriers, tokens, self.pairs)
+            where = (expert, group, k * config.step_blocks, *self._stage(done + step - start), unit)
+            num_tokens = num_tokens if is_first else jnp.int32(0)
+            fetch.fetch_step(*refs, *where, num_tokens, ring=self.sizes, per_token=per_token)
             return carry
 
         turns = jnp.maximum(end - first + num_warps - 1, 0) // num_warps
-        lax.fori_loop(0, jnp.where(warp < num_warps, turns, 0), fetch, 0)
+        lax.fori_loop(0, jnp.where(warp < num_warps, turns, 0), fetch_step, 0)
+
+    def _fetch_free(self, done: Array) -> None:
+        """A warp takes tiles that are in no span until there are no more; the next is asked for with each."""
+        config, product = self.config, self.products[1]
+        num_free = self.num_units * product.num_free
+
+        def fetch_tile(number: Array, count: Array) -> None:
+            unit, tile = product.free_tile(number)
+            expert, num_tokens = self.table.split(self.units[unit])
+            group = tile * (config.tile_blocks // product.group)
+            refs = (product.blocks, self.ring, self.barriers, self.outputs[2], self.pairs, self.numbers)
+            is_ready = self.semaphores.place(self._is_ready(unit))
+
+            def fetch_step(k: Array, carry: Array) -> Array:
+                where = (expert, group, k * config.step_blocks, *self._stage(count + k), unit, num_tokens, number)
+                needed = jnp.where(k == 0, self.products[0].num_tiles, 0)
+                fetch.fetch_free_step(*refs, *where, is_ready, needed, ring=self.sizes, semaphores=self.semaphores)
+                return carry
+
+            lax.fori_loop(0, product.num_steps, fetch_step, 0)
+
+        def take(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            following, count, _ = carry
+            number = warps.share(following)
+            following = self.semaphores.take(self._free)
+            is_over = number >= num_free
+            pl.when(jnp.logical_not(is_over))(lambda: fetch_tile(number, count))
+            return following, count + product.num_steps, is_over.astype(_INT)
+
+        first = (self.semaphores.take(self._free), done, jnp.int32(0))
+        _, count, _ = lax.while_loop(lambda carry: carry[2] == 0, take, first)
+        fetch.fetch_end(self.barriers, self.numbers, *self._stage(count - product.num_steps), ring=self.sizes)
+
+    def _stage(self, count: Array) -> tuple[Array, Array]:
+        """Of the block's step ``count``: number, and what parity it is free by."""
+        return lax.rem(count, self.num_stages), 1 - lax.rem(count // self.num_stages, 2)
 
     def compute(self) -> None:
         """Both products and what lies between and behind them."""
-        _, first_sums, hidden, second_sums, first_parts, second_parts = self.outputs
+        out, first_sums, hidden, second_sums, first_parts, second_parts = self.outputs
         gate_up, down = self.products
         self.semaphores.clear_next(self.index, self.config.num_blocks)
         stage = (jnp.int32(0), jnp.int32(0))
         stage = self._multiply(gate_up, stage, first_sums, first_parts, hidden)
         self._combine()
-        self._multiply(down, stage, second_sums, second_parts, None)
+        stage = self._multiply(down, stage, second_sums, second_parts, None)
+        if self.config.free_tiles:
+            self._multiply_free(stage)
         self.semaphores.signal(jnp.int32(0))
-        task = self.index * self.config.warpgroups + self.warpgroup
-        sources = self._find_sources(task)
+        _, _, _, router_weight, *added = self.inputs
+        LastSum(
+            config=self.config,
+            product=down,
+            index=self.index,
+            warpgroup=self.warpgroup,
+            num_units=self.num_units,
+            places=self.places,
+            router_weight=router_weight,
+            added=added,
+            sums=second_sums,
+            parts=second_parts,
+            out=out,
+        ).add_up(self._wait_for_all)
+
+    def _wait_for_all(self) -> None:
         self.semaphores.wait(jnp.int32(0), jnp.int32(self.config.num_blocks))
         pl.when(self.index == 0)(self.semaphores.close)
-        self._add_up(task, sources)
+
+    @property
+    def _free(self) -> Array:
+        """Semaphore that counts the free tiles that blocks have taken."""
+        return jnp.int32(1 + self.table.num_units * (1 + self.products[0].num_tiles))
 
     def _is_ready(self, unit: Array) -> Array:
         """Semaphore that counts the unit's tiles of gate and up whose hidden rows are written."""
@@ -162,7 +223,7 @@ class _Block:
 
         def multiply_tile(index: Array, carry: tuple) -> tuple:
             *ring, count = carry
-            unit, tile = index // product.num_tiles, lax.rem(index, product.num_tiles)
+            unit, tile = index // product.num_own, lax.rem(index, product.num_own)
             is_new = (index == first) | (tile == 0)
             count = lax.cond(is_new, lambda: self._begin_unit(unit, is_first), lambda: count)
             begin = jnp.maximum(start - index * num_steps, 0)
@@ -175,15 +236,37 @@ class _Block:
 
             @pl.when(jnp.logical_not(is_whole) if is_first else index >= 0)
             def _() -> None:
-                where = (unit, tile, self.index, (begin > 0).astype(_INT), self.warpgroup)
-                blocks = {"tile_blocks": self.config.tile_blocks, "warpgroup_blocks": self.config.warpgroup_blocks}
-                steps.store_sums(sums, sums_ref, parts_ref, self.pairs, *where, **blocks)
+                self._store_sums(sums, sums_ref, parts_ref, unit, tile, (begin > 0).astype(_INT))
 
             if is_first:
                 pl.when(begin > 0)(lambda: self.semaphores.signal(self._has_parts(unit, tile)))
             return (*ring, count)
 
         return lax.fori_loop(first, last, multiply_tile, (*stage, jnp.int32(0)))[:2]
+
+    def _multiply_free(self, stage: tuple[Array, Array]) -> None:
+        """Tiles of down as the ring brings them, with their hidden rows."""
+        product = self.products[1]
+        _, _, _, sums_ref, _, parts_ref = self.outputs
+
+        def wait(stage: Array, parity: Array) -> Array:
+            warps.wait_barrier(self.barriers, stage, parity)
+            return self.numbers[stage]
+
+        def multiply(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            *ring, number = carry
+            unit, tile = product.free_tile(number)
+            _, count = self.table.split(self.units[unit])
+            *ring, sums = self._multiply_steps(product, jnp.int32(0), jnp.int32(product.num_steps), count, ring, True)
+            self._store_sums(sums, sums_ref, parts_ref, unit, tile, jnp.int32(0))
+            return (*ring, wait(*ring))
+
+        lax.while_loop(lambda carry: carry[2] >= 0, multiply, (*stage, wait(*stage)))
+
+    def _store_sums(self, sums: Array, sums_ref: Any, parts_ref: Any, unit: Array, tile: Array, is_part: Array) -> None:
+        where = (unit, tile, self.index, is_part, self.warpgroup)
+        blocks = {"tile_blocks": self.config.tile_blocks, "warpgroup_blocks": self.config.warpgroup_blocks}
+        steps.store_sums(sums, sums_ref, parts_ref, self.pairs, *where, **blocks)
 
     def _multiply_steps(
         self, product: Product, begin: Array, stop: Array, count: Array, ring: Sequence[Array], is_first: bool
@@ -267,7 +350,7 @@ class _Block:
                 def load(_: int, block: Array) -> list[Array]:
                     return [plgpu.load(parts_ref.at[block, n, j], layout=layout) for j in range(2)]
 
-                ((gate, up),) = _add_parts([value], [owners], load, self.config.combine_unroll)
+                ((gate, up),) = add_parts([value], [owners], load, self.config.combine_unroll)
                 value = gate / (1.0 + jnp.exp(-gate)) * up
                 if num_features % half:
                     feature = tile * half + plgpu.broadcasted_iota(_INT, (half,), 0, layout=layout)
@@ -281,93 +364,6 @@ class _Block:
             turns = (count - self.warpgroup + self.config.warpgroups - 1) // self.config.warpgroups
             lax.fori_loop(0, turns, combine, 0)
             self.semaphores.signal(self._is_ready(unit))
-
-    def _find_sources(self, task: Array) -> tuple[list[Array], list[Array], list[tuple[Array, Array]], list[Array]]:
-        """Of a token's tile: the router's weights, places, first and last blocks of its pairs, and what is added."""
-        product, router_weight = self.products[1], self.inputs[3]
-        rows = self.config.tile_rows
-        layout = plgpu.Layout.WG_STRIDED((rows,), vec_size=rows // 128)
-        num_tokens, per_token = router_weight.shape
-        token, tile = jnp.minimum(task // product.num_tiles, num_tokens - 1), lax.rem(task, product.num_tiles)
-        weights = [router_weight[token, x] for x in range(per_token)]
-        places = [self.places[token * per_token + x] for x in range(per_token)]
-        owners = []
-        for place in places:
-            first, last = product.owners(self.num_units, jnp.maximum(place, 0) // TOKENS, tile)
-            owners.append((first, jnp.where(place < 0, first, last)))
-        columns = pl.ds(tile * rows, rows)
-        added = [plgpu.load(array.at[token, columns], layout=layout) for array in self.inputs[4:]]
-        return weights, places, owners, added
-
-    def _add_up(self, task: Array, sources: tuple) -> None:
-        """Sums over tokens' experts, and what is added to them: a warpgroup a token and tile, in turns.
-
-        Whence the first are taken is known, and so is what is added.
-        """
-        product, rows = self.products[1], self.config.tile_rows
-        out, _, _, sums_ref, _, parts_ref = self.outputs
-        num_tokens, per_token = self.inputs[3].shape
-        layout = plgpu.Layout.WG_STRIDED((rows,), vec_size=rows // 128)
-        everyone = self.config.num_blocks * self.config.warpgroups
-
-        def add_up(turn: Array, sources: tuple) -> tuple:
-            current = task + turn * everyone
-            token, tile = current // product.num_tiles, lax.rem(current, product.num_tiles)
-            weights, places, owners, added = sources
-            values = [plgpu.load(sums_ref.at[token * per_token + x, tile], layout=layout) for x in range(per_token)]
-
-            def load(x: int, block: Array, is_needed: Array | bool = True) -> Array:
-                n = lax.rem(jnp.maximum(places[x], 0), TOKENS)
-                return plgpu.load(parts_ref.at[block, jnp.where(is_needed, n, 0)], layout=layout)
-
-            if self.config.has_early_parts:
-                values, owners = self._add_second(values, owners, load)
-            total = jnp.zeros((rows,))
-            for value, place, weight in zip(_add_parts(values, owners, load, 1), places, weights, strict=True):
-                # What a place outside of all units holds is undefined.
-                total = total + jnp.where(place < 0, 0.0, value * weight)
-            for array in added:
-                total = total + array.astype(jnp.float32)
-            out[token, pl.ds(tile * rows, rows)] = total.astype(out.dtype)
-            return self._find_sources(current + everyone)
-
-        lax.fori_loop(0, (num_tokens * product.num_tiles - task + everyone - 1) // everyone, add_up, sources)
-
-    def _add_second(
-        self, values: list[Array], owners: list[tuple[Array, Array]], load: Callable[..., Array]
-    ) -> tuple[list[Array], list[tuple[Array, Array]]]:
-        """Adds the second parts, which are asked for together with the first: some tile nearly always has one.
-
-        Where there is none, the block reads something of its own for nothing.
-        """
-        is_split = [first < last for first, last in owners]
-        blocks = [jnp.where(split, first + 1, self.index) for split, (first, _) in zip(is_split, owners, strict=True)]
-        parts = [load(x, *where) for x, where in enumerate(zip(blocks, is_split, strict=True))]
-        values = [
-            value + jnp.where(split, part, 0.0) for value, split, part in zip(values, is_split, parts, strict=True)
-        ]
-        return values, [(first + 1, last) for first, last in owners]
-
-
-def _add_parts(
-    values: Sequence[Any], owners: Sequence[tuple[Array, Array]], load: Callable[[int, Array], Any], unroll: int
-) -> list[Any]:
-    """Adds to value i the parts ``load(i, block)`` of the blocks after the first to the last, in order."""
-    most = owners[0][1] - owners[0][0]
-    for first, last in owners[1:]:
-        most = jnp.maximum(most, last - first)
-
-    def add(turn: Array, values: list) -> list:
-        sums = []
-        for i, (value, (first, last)) in enumerate(zip(values, owners, strict=True)):
-            blocks = [first + 1 + turn * unroll + j for j in range(unroll)]
-            parts = [load(i, jnp.minimum(block, last)) for block in blocks]
-            for is_owner, part in zip([block <= last for block in blocks], parts, strict=True):
-                value = jax.tree.map(lambda v, p, is_owner=is_owner: v + jnp.where(is_owner, p, 0.0), value, part)
-            sums.append(value)
-        return sums
-
-    return lax.fori_loop(0, (most + unroll - 1) // unroll, add, list(values))
 
 
 def count_stages(table: UnitTable, hidden_bytes: int, config: Config) -> int:
@@ -406,11 +402,15 @@ def int4_moe_kernel(
     added = [] if added_Td is None else [jnp.pad(added_Td, ((0, 0), (0, out_width - added_Td.shape[1])))]
 
     def body(x, expert, gate_up, down, weight, *refs) -> None:
-        added, outputs, (ring, barriers, hidden_s, units, pairs, places) = refs[:-12], refs[-12:-6], refs[-6:]
+        added, outputs, (ring, barriers, hidden_s, numbers, units, pairs, places) = (
+            refs[:-13],
+            refs[-13:-7],
+            refs[-7:],
+        )
         fetching = 1 if config.has_bulk_copies else 32
         index = lax.axis_index("block")
         threads = config.num_threads + 128
-        num_semaphores = 1 + table.num_units * (1 + gate_up_product.num_tiles)
+        num_semaphores = 2 + table.num_units * (1 + gate_up_product.num_tiles)
         semaphores = warps.open_semaphores(num_semaphores, config.num_threads)
         arrivals = [fetching] * num_stages + [_WARPS * config.warpgroups] * num_stages
         warps.init_barriers(barriers, arrivals, waits=False)
@@ -431,6 +431,7 @@ def int4_moe_kernel(
             units,
             pairs,
             places,
+            numbers,
             semaphores,
         )
         pl.when(warpgroup == config.warpgroups)(block.fetch)
@@ -459,6 +460,7 @@ def int4_moe_kernel(
             plgpu.SMEM((num_stages * stage_bytes // 4,), _INT),
             plgpu.SMEM((4 * num_stages,), _INT),
             plgpu.SMEM((TOKENS, hidden_stride), bf16),
+            plgpu.SMEM((num_stages,), _INT),
             *(plgpu.SMEM((size,), _INT) for size in table.num_words),
         ],
     )(x_TD, expert_TX.reshape(-1), gate_up_EMKmw, down_EMKmw, weight_TX, *added)

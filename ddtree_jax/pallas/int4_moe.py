@@ -18,7 +18,11 @@ MAX_TOKENS = 64
 FEW_TOKENS = 2
 """Up to so many, blocks have so few steps that halved ones are shared out more evenly."""
 MANY_TOKENS = 32
-"""From so many on there is so much to write and to add up between the products that more warps are faster."""
+"""From so many on there is so much to write and to add up that more warps are faster, unless blocks share tiles out late."""
+
+
+SMALL_TILE = 4
+"""Steps of a tile of down that are so few that blocks may take it as a whole."""
 
 
 class ExpertWeights(NamedTuple):
@@ -101,12 +105,21 @@ def choose_config(
     is_odd = any(blocks.shape[2] % config.step_blocks for blocks in experts)
     if is_odd or x_TD.shape[0] <= FEW_TOKENS:
         config = dataclasses.replace(config, step_columns=BLOCK_COLUMNS)
-    if x_TD.shape[0] >= MANY_TOKENS:
+    if x_TD.shape[0] <= FEW_TOKENS or not _has_small_tiles(experts, config):
+        config = dataclasses.replace(config, free_tiles=0)
+    if x_TD.shape[0] >= MANY_TOKENS and not config.free_tiles:
         config = dataclasses.replace(config, warpgroups=4)
     for blocks in experts:
         if config.tile_blocks % blocks.shape[3]:
             raise NotImplementedError(f"groups of {blocks.shape[3]}; a divisor of {config.tile_blocks} is needed")
     return config
+
+
+def _has_small_tiles(experts: ExpertBlocks, config: int4_spans.Config) -> bool:
+    """Whether tiles of down are so small, and a unit's so many, that blocks may share some of them out late."""
+    product = int4_spans.Product(experts.down_EMKmw, config, config.free_tiles)
+    has_one_term = product.num_columns > config.split_columns
+    return has_one_term and product.num_steps <= SMALL_TILE and product.num_own > product.num_free
 
 
 def int4_moe_gpu(

@@ -2,14 +2,14 @@
 
 ::
 
-    copy engine   blocks and tokens ──► stage of the ring
+    int4_fetch    blocks and tokens ──► stage of the ring
     a warp        64 rows of it: words ──► bfloat16 weights ──► mma with the tokens ──► float32 sums
     a tile's end  sums ──► hidden rows, or partial sums of a tile that blocks share
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm
 
 from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.int4_blocks import BLOCK_COLUMNS, BLOCK_ROWS, BLOCK_WORDS, WEIGHT_WORDS
@@ -36,166 +36,6 @@ def stage_bytes(tile_blocks: int, step_blocks: int) -> int:
 def token_stride(num_columns: int) -> int:
     """Bytes from token to token in shared memory: off by half of the banks, so that two tokens are read at once."""
     return 2 * num_columns + 64
-
-
-class _Source(NamedTuple):
-    """Where a step's weights and tokens are: a run of blocks a group, a row a token."""
-
-    run_bytes: int
-    group_stride: int
-    num_runs: ir.Value
-    weights: ir.Value
-    tokens: ir.Value
-    token_stride: int
-
-
-def fetch_step(
-    blocks: Any,
-    ring: Any,
-    barriers: Any,
-    tokens: Any,
-    pairs: Any,
-    *scalars: jax.Array,
-    step_blocks: int,
-    tile_blocks: int,
-    num_stages: int,
-    per_token: int,
-    has_bulk_copies: bool,
-) -> None:
-    """A warp waits until a stage is free and starts a step's copies to it: a run of blocks a group, and tokens.
-
-    Scalars: expert, group, block column, stage, parity, unit, number of tokens (0: none are copied). With bulk copies one
-    thread starts them all; without, every thread copies 16 bytes at a time.
-    """
-
-    @w.inline(5, 7)
-    def call(blocks, ring, barriers, tokens, pairs, expert, row, column, stage, parity, unit, count) -> None:
-        _, num_groups, num_columns, group, _ = ir.MemRefType(blocks.type).shape
-        width = ir.MemRefType(tokens.type).shape[1]
-        block_bytes = BLOCK_WORDS * 4
-        first = arith.muli(w.wide(w.add(w.scaled(expert, num_groups), row)), w.i64(num_columns))
-        offset = arith.muli(arith.addi(first, w.wide(column)), w.i64(group * block_bytes))
-        source = _Source(
-            run_bytes=group * step_blocks * block_bytes,
-            group_stride=num_columns * group * block_bytes,
-            num_runs=arith.minsi(w.i32(tile_blocks // group), arith.subi(w.i32(num_groups), row)),
-            weights=w.at(w.gmem(blocks), offset, w.GLOBAL),
-            tokens=w.at(w.gmem(tokens), w.wide(w.scaled(column, 2 * BLOCK_COLUMNS)), w.GLOBAL),
-            token_stride=2 * width,
-        )
-        place = w.at(w.pointer(ring), w.scaled(stage, stage_bytes(tile_blocks, step_blocks)), w.SHARED)
-        free = arith.addi(stage, w.i32(num_stages))
-        full = w.barrier(barriers, stage)
-
-        def token_row(n: ir.Value) -> ir.Value:
-            token = arith.divui(_pair(pairs, unit, n), w.i32(per_token))
-            return w.at(source.tokens, w.wide(w.scaled(token, source.token_stride)), w.GLOBAL)
-
-        copy = _copy_bulk if has_bulk_copies else _copy_by_thread
-        lane = arith.andi(w.thread(), w.i32(31))
-        is_active = arith.cmpi(arith.CmpIPredicate.slt, lane, w.i32(1 if has_bulk_copies else 32))
-        with mgpu.utils.when(is_active):
-            w.wait(barriers, free, parity)
-            copy(source, place, full, lane, count, token_row, step_blocks=step_blocks, tile_blocks=tile_blocks)
-
-    call(blocks, ring, barriers, tokens, pairs, *scalars)
-
-
-def _copy_bulk(
-    source: _Source,
-    place: ir.Value,
-    full: ir.Value,
-    lane: ir.Value,
-    count: ir.Value,
-    token_row: Callable[[ir.Value], ir.Value],
-    *,
-    step_blocks: int,
-    tile_blocks: int,
-) -> None:
-    """One arrival at ``full``, and the copies' bytes."""
-    del lane
-    token_bytes = 2 * step_blocks * BLOCK_COLUMNS
-    num_bytes = w.add(w.scaled(source.num_runs, source.run_bytes), w.scaled(count, token_bytes))
-    nvvm.mbarrier_arrive_expect_tx(full, num_bytes)
-    # Weights pass through; what stays in the second cache is tokens, hidden rows and sums.
-    evict_first = mgpu.utils.inline_ptx(
-        "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", result_types=w.i64_type(), has_side_effects=True
-    )
-
-    def copy(to: ir.Value, origin: ir.Value, size: int, is_needed: ir.Value, *policy: ir.Value) -> None:
-        hint, operand = (".L2::cache_hint", ", $4") if policy else ("", "")
-        mgpu.utils.inline_ptx(
-            f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint} [$0], [$1], $2, [$3]{operand};",
-            to,
-            origin,
-            w.i32(size),
-            full,
-            *policy,
-            predicate=is_needed,
-            has_side_effects=True,
-        )
-
-    run = source.run_bytes
-    for i in range(tile_blocks * step_blocks * BLOCK_WORDS * 4 // run):
-        is_needed = arith.cmpi(arith.CmpIPredicate.slt, w.i32(i), source.num_runs)
-        origin = w.at(source.weights, w.i64(i * source.group_stride), w.GLOBAL)
-        copy(w.at(place, w.i32(i * run), w.SHARED), origin, run, is_needed, evict_first)
-
-    def copy_token(n: ir.Value) -> None:
-        to = w.at(place, _token_place(n, tile_blocks, step_blocks), w.SHARED)
-        copy(to, token_row(n), token_bytes, arith.cmpi(arith.CmpIPredicate.slt, n, count))
-
-    _each_token(count, copy_token)
-
-
-def _copy_by_thread(
-    source: _Source,
-    place: ir.Value,
-    full: ir.Value,
-    lane: ir.Value,
-    count: ir.Value,
-    token_row: Callable[[ir.Value], ir.Value],
-    *,
-    step_blocks: int,
-    tile_blocks: int,
-) -> None:
-    """Each of the 32 threads arrives at ``full`` when its copies are done."""
-    token_bytes = 2 * step_blocks * BLOCK_COLUMNS
-    run, turn = source.run_bytes, 32 * 16
-
-    def copy(to: ir.Value, origin: ir.Value, size: int, start: int) -> None:
-        offset = arith.addi(w.scaled(lane, 16), w.i32(start))
-        mgpu.utils.inline_ptx(
-            "cp.async.cg.shared.global [$0], [$1], 16;",
-            w.at(to, offset, w.SHARED),
-            w.at(origin, w.wide(offset), w.GLOBAL),
-            predicate=arith.cmpi(arith.CmpIPredicate.slt, offset, w.i32(size)),
-            has_side_effects=True,
-        )
-
-    for i in range(tile_blocks * step_blocks * BLOCK_WORDS * 4 // run):
-        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, w.i32(i), source.num_runs)):
-            to = w.at(place, w.i32(i * run), w.SHARED)
-            for start in range(0, run, turn):
-                copy(to, w.at(source.weights, w.i64(i * source.group_stride), w.GLOBAL), run, start)
-
-    def copy_token(n: ir.Value) -> None:
-        copy(w.at(place, _token_place(n, tile_blocks, step_blocks), w.SHARED), token_row(n), token_bytes, 0)
-
-    _each_token(count, copy_token)
-    mgpu.utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", full, has_side_effects=True)
-
-
-def _each_token(count: ir.Value, function: Callable[[ir.Value], None]) -> None:
-    """Calls ``function(n)`` for n below ``count``."""
-    for n in range(TOKENS):
-        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, w.i32(n), count)):
-            function(w.i32(n))
-
-
-def _token_place(n: ir.Value, tile_blocks: int, step_blocks: int) -> ir.Value:
-    start = w.i32(tile_blocks * step_blocks * BLOCK_WORDS * 4)
-    return w.add(start, w.scaled(n, token_stride(step_blocks * BLOCK_COLUMNS)))
 
 
 def _mma(a: Sequence[ir.Value], b: Sequence[ir.Value], c: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
@@ -306,7 +146,7 @@ def store_sums(
         base = llvm.inttoptr(llvm.PointerType.get(w.GLOBAL), base)
         for j in range(2):
             n = arith.addi(w.scaled(t, 2), w.i32(j))
-            pair, is_token = _find_pair(pairs, unit, n)
+            pair, is_token = _find_token(pairs, unit, n)
             to_whole = w.add(w.scaled(pair, num_tiles), tile)
             target = arith.select(to_partial, w.add(w.scaled(block, TOKENS), n), to_whole)
             offset = arith.addi(arith.muli(w.wide(target), w.i64(4 * tile_rows)), w.wide(w.scaled(row, 4)))
@@ -325,13 +165,13 @@ def store_sums(
     call(whole, partial, pairs, *scalars, sums)
 
 
-def _pair(pairs: ir.Value, unit: ir.Value, n: ir.Value) -> ir.Value:
+def find_pair(pairs: ir.Value, unit: ir.Value, n: ir.Value) -> ir.Value:
     return llvm.load(w.i32(), w.at(w.pointer(pairs), w.scaled(w.add(w.scaled(unit, TOKENS), n), 4), w.SHARED))
 
 
-def _find_pair(pairs: ir.Value, unit: ir.Value, n: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _find_token(pairs: ir.Value, unit: ir.Value, n: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The pair at one of a unit's places, and whether there is one."""
-    pair = _pair(pairs, unit, n)
+    pair = find_pair(pairs, unit, n)
     return pair, arith.cmpi(arith.CmpIPredicate.sge, pair, w.i32(0))
 
 
@@ -350,7 +190,7 @@ def store_hidden(
         feature = w.add(first, w.scaled(warpgroup, warpgroup_blocks * BLOCK_ROWS // 2), w.scaled(w.warp(), 8), r)
         totals = _split_sums(sums)
         for j in range(2):
-            pair, is_token = _find_pair(pairs, unit, arith.addi(w.scaled(t, 2), w.i32(j)))
+            pair, is_token = _find_token(pairs, unit, arith.addi(w.scaled(t, 2), w.i32(j)))
             offset = arith.addi(arith.muli(w.wide(pair), w.i64(2 * num_terms * width)), w.wide(w.scaled(feature, 2)))
             start = w.at(w.gmem(hidden), offset, w.GLOBAL)
             for m in range(warpgroup_blocks):
@@ -398,7 +238,7 @@ def load_hidden(
             token = arith.divui(index, w.i32(num_terms * per_term))
             chunk = arith.remui(index, w.i32(num_terms * per_term))
             is_needed = arith.cmpi(arith.CmpIPredicate.slt, token, count)
-            pair = _pair(pairs, unit, arith.select(is_needed, token, w.i32(0)))
+            pair = find_pair(pairs, unit, arith.select(is_needed, token, w.i32(0)))
             row = w.add(w.scaled(pair, num_terms), arith.divui(chunk, w.i32(per_term)))
             column = w.scaled(arith.remui(chunk, w.i32(per_term)), 16)
             offset = arith.addi(arith.muli(w.wide(row), w.i64(2 * width)), w.wide(column))

@@ -195,6 +195,28 @@ def arrive_warp(barriers: Any, index: jax.Array) -> None:
     call(barriers, index)
 
 
+def share(value: jax.Array) -> jax.Array:
+    """What lane 0 holds, for all of the warp."""
+
+    @inline(0, 1, (), plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def call(value: ir.Value) -> mgpu.FragmentedArray:
+        shared = nvvm.shfl_sync(i32(-1), value, i32(0), i32(31), nvvm.ShflKind.idx)
+        return mgpu.FragmentedArray.splat(shared, (), is_signed=True)
+
+    return call(value)
+
+
+def finish(*values: jax.Array) -> None:
+    """Values are there before what comes behind: the compiler would compute them where they are used."""
+
+    @inline(0, len(values))
+    def call(*values: ir.Value) -> None:
+        operands = " ".join(f"${i}" for i in range(len(values)))
+        mgpu.utils.inline_ptx(f"// {operands}", *values, has_side_effects=True)
+
+    call(*values)
+
+
 def _sync_threads(num_threads: int) -> None:
     # Convergent: otherwise LLVM gives lane 0, which has done something alone, a copy of the barrier of its own.
     mgpu.utils.warp_barrier()
@@ -243,7 +265,8 @@ class Semaphores:
         """The number of launches, then both sets."""
         return 1 + 2 * self.size
 
-    def _place(self, index: jax.Array) -> jax.Array:
+    def place(self, index: jax.Array) -> jax.Array:
+        """Of a semaphore among the words."""
         return 1 + (self.launch & 1) * self.size + index
 
     def signal(self, index: jax.Array) -> None:
@@ -252,22 +275,45 @@ class Semaphores:
         @inline(0, 1)
         def call(place: ir.Value) -> None:
             _sync_threads(self.num_threads)
-            with mgpu.utils.when(_is_thread_0()):
+            with mgpu.utils.when(_is_thread(0)):
                 to = _word(_words(self.num_words), place)
                 mgpu.utils.inline_ptx("red.release.gpu.global.add.u32 [$0], $1;", to, i32(1), has_side_effects=True)
 
-        call(self._place(index))
+        call(self.place(index))
 
     def wait(self, index: jax.Array, count: jax.Array) -> None:
-        """All ``num_threads`` computing threads of the block wait until a semaphore has been counted up to ``count``."""
+        """All ``num_threads`` computing threads of the block wait until a semaphore has been counted up to ``count``.
+
+        One of another warp than signals asks for it: thread 0 may still be busy with making visible what was written.
+        """
 
         @inline(0, 2)
         def call(place: ir.Value, count: ir.Value) -> None:
-            with mgpu.utils.when(_is_thread_0()):
+            with mgpu.utils.when(_is_thread(self.num_threads - 32)):
                 _spin(_word(_words(self.num_words), place), count)
             _sync_threads(self.num_threads)
 
-        call(self._place(index), count)
+        call(self.place(index), count)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        """Counts one up for the warp: lane 0 gets what the count was, others 0. Nobody waits for it before it is used."""
+
+        @inline(0, 1, (), plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+        def call(place: ir.Value) -> mgpu.FragmentedArray:
+            number = mgpu.utils.inline_ptx(
+                "{ .reg .pred p; setp.eq.s32 p, $2, 0; mov.b32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
+                _word(_words(self.num_words), place),
+                arith.andi(thread(), i32(31)),
+                result_types=i32(),
+                has_side_effects=True,
+            )
+            return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+
+        return call(self.place(index))
+
+    def spin(self, place: ir.Value, count: ir.Value) -> None:
+        """One thread waits, at a semaphore's `place`."""
+        _spin(_word(_words(self.num_words), place), count)
 
     def clear_next(self, block: jax.Array, num_blocks: int) -> None:
         """The computing threads of all blocks call this: the other set will be zero when the next launch begins."""
@@ -288,7 +334,7 @@ class Semaphores:
 
         @inline(0, 1)
         def call(launch: ir.Value) -> None:
-            with mgpu.utils.when(_is_thread_0()):
+            with mgpu.utils.when(_is_thread(0)):
                 llvm.store(arith.addi(launch, i32(1)), _words(self.num_words))
 
         call(self.launch)
@@ -318,8 +364,8 @@ def _spin(semaphore: ir.Value, count: ir.Value) -> None:
         scf.yield_([])
 
 
-def _is_thread_0() -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.eq, thread(), i32(0))
+def _is_thread(number: int) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, thread(), i32(number))
 
 
 def _word(words: ir.Value, index: ir.Value) -> ir.Value:
