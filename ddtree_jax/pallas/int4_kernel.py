@@ -1,6 +1,6 @@
 """Routed experts with INT4 group-32 weights on a GPU: one kernel from routing to output.
 
-A block has 2 or 4 computing warpgroups and 1 that fetches. Both products are cut into steps of 512 rows by 128 columns of one
+A block has 2 computing warpgroups and 1 that fetches. Both products are cut into steps of 512 rows by 128 columns of one
 unit (an expert and its tokens, see `int4_schedule`), in the order (unit, tile of 512 rows, columns), and every block takes an
 equal span of them, wherever tiles begin or end::
 

@@ -17,8 +17,6 @@ from ddtree_jax.quant import dequantize, round_products
 MAX_TOKENS = 64
 FEW_TOKENS = 2
 """Up to so many, blocks have so few steps that halved ones are shared out more evenly."""
-MANY_TOKENS = 32
-"""From so many on there is so much to write and to add up that more warps are faster, unless blocks share tiles out late."""
 
 
 SMALL_TILE = 4
@@ -107,8 +105,6 @@ def choose_config(
         config = dataclasses.replace(config, step_columns=BLOCK_COLUMNS)
     if x_TD.shape[0] <= FEW_TOKENS or not _has_small_tiles(experts, config):
         config = dataclasses.replace(config, free_tiles=0)
-    if x_TD.shape[0] >= MANY_TOKENS and not config.free_tiles:
-        config = dataclasses.replace(config, warpgroups=4)
     for blocks in experts:
         if config.tile_blocks % blocks.shape[3]:
             raise NotImplementedError(f"groups of {blocks.shape[3]}; a divisor of {config.tile_blocks} is needed")

@@ -35,11 +35,6 @@ class Config:
     has_bulk_copies: bool = True
 
     @property
-    def has_early_parts(self) -> bool:
-        """Whether threads have registers for second parts beside the first: more warpgroups share out as many."""
-        return self.warpgroups == 2
-
-    @property
     def tile_blocks(self) -> int:
         return self.tile_rows // BLOCK_ROWS
 

@@ -61,8 +61,7 @@ class LastSum:
                 n = lax.rem(jnp.maximum(places[x], 0), TOKENS)
                 return plgpu.load(self.parts.at[block, jnp.where(is_needed, n, 0)], layout=self.layout)
 
-            if self.config.has_early_parts:
-                values, owners = self._add_second(values, owners, load)
+            values, owners = self._add_second(values, owners, load)
             total = jnp.zeros((rows,))
             for value, place, weight in zip(add_parts(values, owners, load, 1), places, weights, strict=True):
                 # What a place outside of all units holds is undefined.
