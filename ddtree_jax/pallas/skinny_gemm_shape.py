@@ -32,7 +32,7 @@ class Config:
 
     cluster: int = 1
     step_blocks: int = 2
-    few_tokens: int = 32
+    few_tokens: int = 16
     many_tokens: int = 128
     max_stages: int = 16
     first_stages: int = 2
