@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from simt_numpy import Memory, NumpyThreads, shared
 
+from ddtree_jax.pallas import skinny_gemm as skinny_gemm_module
 from ddtree_jax.pallas.skinny_gemm import (
     Config,
     Output,
@@ -22,6 +23,7 @@ from ddtree_jax.pallas.skinny_gemm import (
     unpack_weights,
 )
 from ddtree_jax.pallas.skinny_gemm_kernel import launch
+from ddtree_jax.pallas.skinny_gemm_ring import Ring
 from ddtree_jax.pallas.skinny_gemm_shape import TOKENS_A_GROUP, Shape, join_steps, num_stages
 from ddtree_jax.pallas.skinny_gemm_sums import finish, received_place, staged_place
 
@@ -77,7 +79,7 @@ def test_groups_take_inputs_of_their_own():
 
 def interpreted_sums(x, blocks, outputs, num_groups, config):
     """What the blocks of the kernel sum up [tile, rank, 64, T], and the launch's shape."""
-    shape = choose_shape(x, blocks, outputs, num_groups, config)
+    shape = join_steps(choose_shape(x, blocks, outputs, num_groups, config), config)
     tokens = jnp.pad(x, ((0, shape.num_tokens - x.shape[0]), (0, 0)))
     (sums,) = launch(tokens, blocks.reshape(-1, 64, 64), shape, config, plgpu.InterpretGPUParams())
     return np.asarray(sums).reshape(shape.num_tiles, shape.cluster, 64, -1)[..., : x.shape[0]], shape
@@ -85,7 +87,7 @@ def interpreted_sums(x, blocks, outputs, num_groups, config):
 
 @pytest.mark.parametrize(
     ("num_tokens", "columns", "num_groups", "cluster", "step_blocks"),
-    [(9, 512, 1, 3, 1), (8, 384, 2, 1, 2), (136, 192, 1, 1, 1)],
+    [(9, 512, 1, 3, 1), (8, 384, 2, 1, 2), (9, 768, 1, 1, 2), (136, 192, 1, 1, 1)],
 )
 def test_kernel_sums_agree_with_float64(num_tokens, columns, num_groups, cluster, step_blocks):
     outputs = (Output(width=4 * 64),)
@@ -132,6 +134,31 @@ def split_shape(outputs, num_tokens, cluster=1):
     x = jax.ShapeDtypeStruct((num_tokens, 7 * 64), jnp.bfloat16)
     blocks = jax.ShapeDtypeStruct((sum(output.num_blocks for output in outputs), 7, 64, 64), jnp.bfloat16)
     return choose_shape(x, blocks, outputs, 1, Config(cluster=cluster, step_blocks=1))
+
+
+def test_a_launch_has_joined_steps(monkeypatch):
+    shapes = []
+    monkeypatch.setattr(skinny_gemm_module, "launch", lambda x, blocks, shape, *_, **__: shapes.append(shape) or [])
+    outputs = (Output(width=64),)
+    for num_tokens in (16, 17):
+        skinny_gemm_gpu(random_tokens(num_tokens, 512), pack_weights(random_weights(outputs, 512), outputs), outputs)
+    assert [shape.step_blocks for shape in shapes] == [4, 2]
+
+
+def test_a_stage_is_filled_again_when_its_last_step_has_been_read(monkeypatch):
+    """A barrier's phases alternate: full ones end with a step's bytes, free ones when it has been read."""
+    waits = []
+    monkeypatch.setattr(
+        "ddtree_jax.pallas.warps.wait_barrier", lambda _, index, parity: waits.append((int(index), int(parity)))
+    )
+    stages = 3
+    ring = Ring(split_shape(MIXED, 8), None, None, np.zeros(stages), None, None)
+    for step in range(stages, 4 * stages):
+        waits.clear()
+        ring.wait_free(jnp.int32(step))
+        ring.wait_full(jnp.int32(step))
+        turn, stage = divmod(step, stages)
+        assert waits == [(stages + stage, (turn - 1) % 2), (stage, turn % 2)]
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,22 @@ from ddtree_jax.pallas import warps as w
 from ddtree_jax.pallas.bfloat16_rows import SWIZZLED, fill
 from ddtree_jax.pallas.latent_query_threads import Shape, add_query, make_rows, norm_tokens
 from ddtree_jax.pallas.simt import FLOAT, INT, UINT
-from ddtree_jax.pallas.skinny_gemm_kernel import at_cluster_barrier, cluster_barrier, load_from_cluster, stage_sums
+from ddtree_jax.pallas.skinny_gemm_kernel import at_cluster_barrier, cluster_barrier, stage_sums
 from ddtree_jax.pallas.skinny_gemm_shape import SIDE, num_floats
 from ddtree_jax.pallas.skinny_gemm_sums import finish
+
+
+def _load_from_cluster(sums: simt.Memory, rank: simt.Value | int, index: simt.Value) -> list[simt.Value]:
+    """Four floats from ``index`` on of what lies in the place of ``sums`` in a block of the cluster."""
+    loaded = mgpu.utils.inline_ptx(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
+        "ld.shared::cluster.v4.f32 {$0,$1,$2,$3}, [there]; }",
+        sums.at(index),
+        w.i32(rank) if isinstance(rank, int) else rank.code,
+        result_types=[w.f32()] * 4,
+        has_side_effects=True,
+    )
+    return [simt.Value(value, FLOAT) for value in loaded]
 
 
 def _sync_warpgroup() -> None:
@@ -37,7 +50,7 @@ def _sync_warpgroup() -> None:
 
 def _finish_turned(shape: Shape, t: Any, tile: Any, half: Any, part: Any, sums: simt.Memory, out: simt.Memory) -> None:
     def load(i: int, index: simt.Value) -> list[simt.Value]:
-        return load_from_cluster(sums, half * shape.q_b.cluster + i, index)
+        return _load_from_cluster(sums, half * shape.q_b.cluster + i, index)
 
     finish(t, shape.turned, tile, part, load, functools.partial(cluster_barrier, "arrive.release"), out)
 
@@ -50,7 +63,7 @@ def _finish_latent(shape: Shape, t: Any, tile: Any, sums: simt.Memory, out: simt
 
 
 def _add_query(shape: Shape, t: Any, sums: simt.Memory, tokens: simt.Memory) -> None:
-    load = functools.partial(load_from_cluster, sums)
+    load = functools.partial(_load_from_cluster, sums)
     add_query(t, load, functools.partial(cluster_barrier, "arrive.release"), tokens, shape=shape)
 
 

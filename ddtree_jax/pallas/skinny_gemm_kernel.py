@@ -1,7 +1,7 @@
 """One product of few tokens with a wide weight on Hopper: every byte of the weight once, by all multiprocessors.
 
 A block has a thread that fetches and a warpgroup that multiplies 64 rows, a tile. The columns of a tile are cut into steps of
-128, or of 64 for many tokens, which the blocks of a cluster share out in order::
+256 for few tokens, of 128, or of 64 for many, which the blocks of a cluster share out in order::
 
     fetch      steps of the block, as far as the ring holds ────────────────►
     multiply       step ─► step ─► ... ─► sums to the blocks of the cluster, each some tokens │ each adds up what has come,
@@ -140,19 +140,6 @@ def _finish(shape: Shape, t: Any, tile: Any, rank: Any, sums: simt.Memory, *outs
 
     place = staged_place if shape.cluster == 1 else received_place
     finish(t, shape, tile, rank, load, lambda: None, *outs, place=place)
-
-
-def load_from_cluster(sums: simt.Memory, rank: simt.Value | int, index: simt.Value) -> list[simt.Value]:
-    """Four floats from ``index`` on of what lies in the place of ``sums`` in a block of the cluster."""
-    loaded = mgpu.utils.inline_ptx(
-        "{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
-        "ld.shared::cluster.v4.f32 {$0,$1,$2,$3}, [there]; }",
-        sums.at(index),
-        w.i32(rank) if isinstance(rank, int) else rank.code,
-        result_types=[w.f32()] * 4,
-        has_side_effects=True,
-    )
-    return [simt.Value(value, FLOAT) for value in loaded]
 
 
 def cluster_barrier(*actions: str) -> None:

@@ -1,7 +1,8 @@
 """Stages of shared memory that one thread of `skinny_gemm` keeps full of a weight and of its tokens.
 
 A stage has two barriers: one counts the bytes that come, the other the warps that have read them. The thread that fetches
-makes the first ones itself and waits for nobody before it fills all stages: what is fetched depends on no other thread.
+makes the first ones itself and fills some stages before the block's threads wait for each other; what is fetched depends on
+no other thread.
 
 An interpreter knows Pallas' own copies alone, in which all threads of a warpgroup arrive and wait for each other twice a
 step; an H200 takes 220 cycles for that.
