@@ -14,7 +14,7 @@ from typing import Any
 from absl import app, flags, logging
 
 from ddtree_jax import Completion, DecodeConfig, Engine, SamplingParams
-from experiments.checkpoints import TINY_PAIR, converted, default_cache_dir
+from experiments.checkpoints import tiny_pair
 from experiments.results_file import provenance, write_lines
 from experiments.tiny_training.corpus import held_out_sources
 
@@ -88,9 +88,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
-    cache = default_cache_dir()
-    target, drafter = (converted(str(TINY_PAIR / name), cache) for name in ("target", "drafter"))
-    engine = Engine.load(target, drafter, max_length=1024, dtype="float32")
+    engine = Engine.load(*tiny_pair(), max_length=1024, dtype="float32")
     prompts = held_out_prompts(engine)
     lines = [line for temperature in _TEMPERATURES.value for line in measure(engine, prompts, float(temperature))]
     print(

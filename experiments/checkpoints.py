@@ -18,6 +18,12 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddtree_jax"
 
 
+def tiny_pair() -> list[Path]:
+    """Converted target and drafter of the tiny trained pair."""
+    cache = default_cache_dir()
+    return [converted(TINY_PAIR / name, cache) for name in ("target", "drafter")]
+
+
 def converted(source: str | Path, cache: Path) -> Path:
     """The converted form of a checkpoint folder: itself, or its place in the cache, filled on first use.
 

@@ -28,7 +28,7 @@ from absl import app, flags, logging
 from ddtree_jax import Completion, DecodeConfig, Engine, SamplingParams
 from ddtree_jax.decode import MODES
 from ddtree_jax.tokenizer import Tokenizer
-from experiments.checkpoints import TINY_PAIR, converted, default_cache_dir
+from experiments.checkpoints import tiny_pair
 from experiments.results_file import provenance, write_lines
 from experiments.tiny_training.corpus import held_out_sources
 
@@ -199,8 +199,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
-    cache = default_cache_dir()
-    folders = [converted(TINY_PAIR / name, cache) for name in ("target", "drafter")]
+    folders = tiny_pair()
     try:
         engines = {form: Engine.load(*folders, max_length=1024, **options) for form, options in FORMS.items()}
     except ValueError as error:

@@ -25,7 +25,7 @@ from absl import app, flags, logging
 
 from ddtree_jax import DecodeConfig, Engine, SamplingParams
 from ddtree_jax.decode import MODES
-from experiments.checkpoints import TINY_PAIR, converted, default_cache_dir
+from experiments.checkpoints import tiny_pair
 from experiments.compare_kernels import windows
 from experiments.results_file import provenance, update_lines
 
@@ -105,8 +105,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
-    cache = default_cache_dir()
-    folders = [converted(TINY_PAIR / name, cache) for name in ("target", "drafter")]
+    folders = tiny_pair()
     meshes = [mesh.replace(":", ",") for mesh in _MESHES.value]
 
     def load(mesh: str | None) -> Engine:

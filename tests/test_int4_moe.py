@@ -333,14 +333,16 @@ def block_shapes(E: int, D: int, F: int) -> ExpertBlocks:
 
 @pytest.mark.parametrize(("T", "F", "num_free"), [(2, 256, 0), (3, 256, 3), (64, 256, 3), (16, 2048, 0), (16, 128, 0)])
 def test_blocks_share_out_late_what_is_small(T: int, F: int, num_free: int) -> None:
-    """Tiles of few steps and one term, of more than a few tokens."""
+    """Tiles of few steps and one term, of more than a few tokens, where there are bulk copies."""
     chosen = []
 
     def choose(x_TD: jax.Array, experts: ExpertBlocks) -> None:
-        chosen.append(int4_moe.choose_config(x_TD, experts, int4_spans.HOPPER))
+        for has_bulk_copies in (True, False):
+            config = dataclasses.replace(int4_spans.HOPPER, has_bulk_copies=has_bulk_copies)
+            chosen.append(int4_moe.choose_config(x_TD, experts, config))
 
     jax.eval_shape(choose, jax.ShapeDtypeStruct((T, 7168), jnp.bfloat16), block_shapes(8, 7168, F))
-    assert [config.free_tiles for config in chosen] == [num_free]
+    assert [config.free_tiles for config in chosen] == [num_free, 0]
 
 
 def test_the_kernel_is_chosen_for_cuda_alone() -> None:

@@ -17,8 +17,6 @@ from ddtree_jax.quant import dequantize, round_products
 MAX_TOKENS = 64
 FEW_TOKENS = 2
 """Up to so many, blocks have so few steps that halved ones are shared out more evenly."""
-
-
 SMALL_TILE = 4
 """Steps of a tile of down that are so few that blocks may take it as a whole."""
 
@@ -103,7 +101,7 @@ def choose_config(
     is_odd = any(blocks.shape[2] % config.step_blocks for blocks in experts)
     if is_odd or x_TD.shape[0] <= FEW_TOKENS:
         config = dataclasses.replace(config, step_columns=BLOCK_COLUMNS)
-    if x_TD.shape[0] <= FEW_TOKENS or not _has_small_tiles(experts, config):
+    if x_TD.shape[0] <= FEW_TOKENS or not _may_have_free_tiles(experts, config):
         config = dataclasses.replace(config, free_tiles=0)
     for blocks in experts:
         if config.tile_blocks % blocks.shape[3]:
@@ -111,11 +109,19 @@ def choose_config(
     return config
 
 
-def _has_small_tiles(experts: ExpertBlocks, config: int4_spans.Config) -> bool:
-    """Whether tiles of down are so small, and a unit's so many, that blocks may share some of them out late."""
+def _may_have_free_tiles(experts: ExpertBlocks, config: int4_spans.Config) -> bool:
+    """Whether tiles of down are so small, and a unit's so many, that blocks may share some of them out late.
+
+    Their numbers and hidden rows come with bulk copies alone.
+    """
     product = int4_spans.Product(experts.down_EMKmw, config, config.free_tiles)
     has_one_term = product.num_columns > config.split_columns
-    return has_one_term and product.num_steps <= SMALL_TILE and product.num_own > product.num_free
+    return (
+        config.has_bulk_copies
+        and has_one_term
+        and product.num_steps <= SMALL_TILE
+        and product.num_own > product.num_free
+    )
 
 
 def int4_moe_gpu(

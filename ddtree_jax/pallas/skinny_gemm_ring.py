@@ -29,22 +29,25 @@ _NUM_WARPS = 4  # That multiply.
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """Refs of a launch: x [T, K] and blocks [b, 64, 64] in global memory, their stages and barriers in shared memory.
-
-    ``barriers`` has `num_barriers` words: full and free ones of all stages, then one that is left to the caller.
-    """
+class _Stages:
+    """Refs of a launch: x [T, K] and blocks [b, 64, 64] in global memory, their stages in shared memory."""
 
     shape: Shape
     x: Any
     blocks: Any
     x_s: Any
     blocks_s: Any
-    barriers: Any
 
     @property
     def num_stages(self) -> int:
         return self.x_s.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring(_Stages):
+    """``barriers`` has `num_barriers` words: full and free ones of all stages, then one that is left to the caller."""
+
+    barriers: Any
 
     def begin(self) -> None:
         """The fetching warpgroup's: makes what its copies need."""
@@ -126,20 +129,11 @@ def _is_first() -> ir.Value:
 
 
 @dataclass(frozen=True, slots=True)
-class InterpretedRing:
+class InterpretedRing(_Stages):
     """The same in Pallas' words. The barriers come with the launch, in which a full one counts two copies."""
 
-    shape: Shape
-    x: Any
-    blocks: Any
-    x_s: Any
-    blocks_s: Any
     full: Any
     free: Any
-
-    @property
-    def num_stages(self) -> int:
-        return self.x_s.shape[0]
 
     def copy(self, slot: Array, block: Array, column: Array) -> None:
         step_blocks = self.shape.step_blocks
